@@ -41,13 +41,15 @@ def dots(count: int, colour: str, seed: int = 0) -> Image.Image:
     return image
 
 
-def make_folder(folder: Path, family: str, *, splits: bool = False, seed: int = 0, dtype: str = "float32") -> Path:
+def make_folder(
+    folder: Path, family: str, *, splits: bool = False, seed: int = 0, dtype: str = "float32", alphabet: str = DEFAULT_ALPHABET,
+) -> Path:
     """Write a small random model of a family of `image_reader.FAMILIES`, with tokenizer and processor."""
     import torch  # noqa: PLC0415 - tests of data need none
 
     from image_families import MAKERS  # noqa: PLC0415
 
-    tokenizer = character_tokenizer(DEFAULT_ALPHABET, chat_template=TEMPLATE)
+    tokenizer = character_tokenizer(alphabet, chat_template=TEMPLATE)
     hf = tokenizer.hf
     hf.add_special_tokens({"additional_special_tokens": list(_SPECIAL)})
     hf.save_pretrained(folder)

@@ -17,7 +17,7 @@ class ReaderInProcess(ImageReader):
     def _ask(self, data: bytes) -> bytes:
         self.num_made += 1
         processor = Processor(self._model, model_type=self._model_type, image_token_id=self._placeholder)
-        return wire.encode(processor.make(data, self._limits))
+        return wire.encode(processor.make(data, self.limits))
 
 
 def reader_in_process(model: Path, store: Path) -> ReaderInProcess:

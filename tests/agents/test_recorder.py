@@ -11,14 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chats import CHATML, FORGETS_THOUGHTS, words
+from image_models import file_of, make_folder, picture
 from offbeat.agents.recorder import EpisodeLimits, PendingTurn, Recorder, _say_structured
 from offbeat.chat.messages import ChatRequest, Message, Reply, Tool, ToolCall
 from offbeat.chat.parsing import AnswerParser
 from offbeat.chat.rendering import Renderer
 from offbeat.chat.shaping import Shaping, Structure
+from offbeat.data.image_sources import MARK, ImageSource
+from offbeat.data.image_store import FIRST_ID
 from offbeat.data.tokenizer import load_tokenizer
 from offbeat.errors import RefusedError
 from offbeat.inference.sampling import Sample, Sampling
+from shared_image_reader import reader_in_process
 
 MERGES = (("h", "e"), ("l", "l"), ("he", "ll"), ("o", "k"), ("<", "t"))
 WITH_TOOLS = (
@@ -412,3 +416,29 @@ def test_it_says_once_that_the_trainer_does_not_normalise_over_the_tokens_of_a_s
         assert turn.sampling.shaping.structure == Structure("regex", "ok")
     recorder().open(ChatRequest((HELLO,)))
     assert [record.message.count("the trainer does not normalise over the same tokens") for record in caplog.records] == [1]
+
+
+def test_chats_that_differ_in_an_image_are_not_the_same_and_an_image_is_kept_no_longer_than_it_is_read(tmp_path) -> None:
+    folder = make_folder(tmp_path / "model", "smolvlm")
+    renderer = Renderer(replace(load_tokenizer(folder), images=reader_in_process(folder, tmp_path / "images")))
+    tokenizer, recorded = renderer.tokenizer, Recorder(renderer, AnswerParser(renderer), sampling=SAMPLING)
+    one, other = (Message("user", f"{MARK}?", images=(ImageSource(data=file_of(picture(seed))),)) for seed in (0, 1))
+
+    def ask(*messages: Message) -> tuple[PendingTurn, Message]:
+        turn = recorded.open(ChatRequest(messages))
+        ids = (*tokenizer.encode("3"), tokenizer.eos_token_id)
+        reply = recorded.commit(turn, Sample(ids, (-0.5,) * len(ids), (0,) * len(ids), "3", "stop"))
+        recorded.mark_read(turn)
+        return turn, reply.message
+
+    first, said = ask(one)
+    goes_on, _ = ask(one, said, other)
+    assert goes_on.parent is not None and goes_on.prompt[: len(first.prompt)] == first.prompt
+    anew, _ = ask(other, said, other)
+    assert anew.parent is None and first.state != anew.state
+    assert not any(message.images for turn in (first, goes_on, anew) for message in turn.request.messages)
+    [chain, alone] = recorded.chains(1.0, episode=0)
+    images = [token for token in dict.fromkeys(chain.tokens.tolist()) if token >= FIRST_ID]
+    assert len(images) == 2 and not chain.loss_mask[chain.tokens >= FIRST_ID].any()
+    assert {token for token in alone.tokens.tolist() if token >= FIRST_ID} == {images[1]}
+    assert tokenizer.images.num_made == 2

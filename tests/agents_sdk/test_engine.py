@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.test_chats import CALL, THOUGHT, write_model
+from image_models import make_folder, picture
 from offbeat.agents.proxy import Proxy
 from offbeat.chat.parsing import AnswerParser
 from offbeat.chat.rendering import Renderer
@@ -36,10 +37,10 @@ def url(model: str) -> Iterator[str]:
     server.stop()
 
 
-def run(program: str, url: str) -> list[str]:
+def run(program: str, url: str, *arguments: str) -> list[str]:
     done = subprocess.run(
-        [REPOSITORY / ".venv-agents-a/bin/python", HERE / "programs" / program, url], capture_output=True, text=True, check=False,
-        timeout=300)
+        [REPOSITORY / ".venv-agents-a/bin/python", HERE / "programs" / program, url, *arguments], capture_output=True, text=True,
+        check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
 
@@ -78,3 +79,18 @@ def test_at_the_recording_proxy_they_get_the_same_and_are_recorded_token_by_toke
     assert len(told) == 4 and {line.split()[-1] for line in told} <= {"x", "y"}
     written = [tokenizer.decode(chain.tokens[chain.loss_mask.astype(bool)].tolist()) for chain in chains]
     assert sorted(json.loads(text)["letter"] for text in written) == sorted(line.split()[-1] for line in told)
+
+
+def test_pictures_are_read_alike_in_both_sdks_and_a_bad_one_is_one_sentence(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model", "smolvlm")
+    picture().save(tmp_path / "a.png")
+    server = EngineServer(EngineOptions(model=str(folder), images=str(tmp_path / "images")))
+    try:
+        counts, *refused = run("images.py", server.start(), str(tmp_path / "a.png"))
+    finally:
+        server.stop()
+    assert len(set(counts.split())) == 1
+    first, second, third = refused
+    assert first == third and first.startswith("the chat: image 1 is no image in one of the formats")
+    assert second.endswith("is the address 'https://example.org/a.png' (str), and nothing is fetched; send a data URI")
+    assert len(list((tmp_path / "images").glob("*.image"))) == 1

@@ -34,7 +34,7 @@ def checked(config: Config, row: Row = ROW, *, taught: bool = True) -> None:
 
 @pytest.mark.parametrize(("settings", "part"), [
     ({"rollout__reward": "model:judging"}, "the reward model of rollout.reward = 'model:judging' would not see; give a reward function"),
-    ({"rollout__workflow": "agent", "agent__program": "my_agent.py:run"}, "rollout.workflow = 'agent' does not show to the model"),
+    ({"rollout__workflow": "gym", "agent__environment": "my_env.py:Env"}, "agent.environment = 'my_env.py:Env' does not show to the model"),
     ({**TEACHER, "teacher__url": "http://127.0.0.1:1"}, "the teacher at teacher.url = 'http://127.0.0.1:1' would not see; give its folder"),
 ])
 def test_a_part_that_would_not_see_images_is_named_with_what_to_do(tmp_path: Path, settings: dict[str, str], part: str) -> None:

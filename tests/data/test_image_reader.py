@@ -1,6 +1,7 @@
 """Images of rows in prompts: expanded once, found again, and refused with their row."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,7 @@ from offbeat.config.data import DataConfig
 from offbeat.config.load import load_config
 from offbeat.config.train import SftConfig
 from offbeat.controller.inputs import open_mixed, read_base
-from offbeat.data.image_reader import images_for
+from offbeat.data.image_reader import images_for, same_images
 from offbeat.data.image_sources import ImageLimits, ImageSource
 from offbeat.data.image_store import FIRST_ID, ImageStore
 from offbeat.data.pieces import Pieces
@@ -130,3 +131,17 @@ def test_the_image_process_answers_and_survives_what_ends_it(folder, tmp_path):
         assert reader.read(ImageSource(data=file_of(picture(2))), "row 4").size == (40, 28)
     finally:
         reader.close()
+
+
+def test_threads_that_read_the_same_image_make_it_once(tokenizer):
+    source = ImageSource(data=file_of(picture(0)))
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: tokenizer.images.read(source, "it"), range(32)))
+    assert len({image.id for image in found}) == 1 and tokenizer.images.num_made == 1
+
+
+def test_folders_that_make_the_same_of_an_image_are_told(folder, tmp_path):
+    same, other = make_folder(tmp_path / "same", "idefics3"), make_folder(tmp_path / "other", "smolvlm")
+    assert same_images(str(folder), str(same)) and not same_images(str(folder), str(other))
+    (same / "preprocessor_config.json").write_text("{}")
+    assert not same_images(str(folder), str(same))

@@ -1,11 +1,13 @@
 """Images by their ids: stored once, checked when read, found in sequences, and their positions."""
 
+import os
+
 import numpy as np
 import pytest
 
 from offbeat.data import wire
 from offbeat.data.image_store import FIRST_ID, ImageStore, find_images, find_pictures, image_positions, images_folder
-from offbeat.errors import DataError
+from offbeat.errors import BusyError, DataError
 
 
 def add(folder, value=0.0, *, grid=(0, 0), tokens=(7, -1, -1, 8, -1, -1, 9)):
@@ -82,3 +84,20 @@ def test_positions_count_rows_and_columns_of_an_image(tmp_path):
     positions = image_positions(10, [(image, np.arange(2, 8))])
     assert positions.tolist() == [
         [0, 1, 2, 2, 2, 2, 2, 2, 5, 6], [0, 1, 2, 2, 2, 3, 3, 3, 5, 6], [0, 1, 2, 3, 4, 2, 3, 4, 5, 6]]
+
+
+def test_images_that_were_not_used_for_an_hour_make_room_for_others(tmp_path):
+    store = ImageStore(tmp_path, most_bytes=20_000)
+    pixels = [np.full((1500,), number, np.float32) for number in range(5)]  # 6,000 bytes each
+    stored = [store.add(np.array([-1]), {"pixel_values": each}, grid=(0, 0), size=(1, 1), source=str(number))
+              for number, each in enumerate(pixels[:3])]
+    with pytest.raises(BusyError, match="there is no room for another image"):
+        store.add(np.array([-1]), {"pixel_values": pixels[3]}, grid=(0, 0), size=(1, 1), source="3")
+    paths = [tmp_path / f"{image.id}.image" for image in stored]
+    for number, path in enumerate(paths):
+        os.utime(path, (number, number))
+    store.note_source("used", stored[0])
+    assert store.find_source("used") is not None
+    store.add(np.array([-1]), {"pixel_values": pixels[3]}, grid=(0, 0), size=(1, 1), source="3")
+    assert [path.exists() for path in paths] == [True, False, True]
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 20_000

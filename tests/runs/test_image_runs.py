@@ -70,3 +70,50 @@ def test_pairs_whose_prompts_have_images_are_learned_and_resumed(tmp_path, comma
     assert main([*arguments, f"--{section}.total_steps=3"]) == 0, capsys.readouterr().err
     lines = [json.loads(line) for line in (tmp_path / "runs" / "pairs" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "train/tokens" in line] == [1, 2, 3]
+
+
+AGENT = """
+import base64, json, urllib.request
+
+async def play(task):
+    import asyncio
+    return await asyncio.to_thread(ask, task)
+
+def ask(task):
+    messages = task.messages
+    assert messages[0]["content"][0]["image_url"]["url"].startswith("data:image/png;base64,")
+    file = open(task.row.images[0].path, "rb").read()
+    texts = []
+    for again in ("look again", "once more"):
+        body = {"messages": messages, "max_tokens": 4}
+        request = urllib.request.Request(task.base_url + "/chat/completions", json.dumps(body).encode(), {
+            "Authorization": "Bearer " + task.api_key, "Content-Type": "application/json"})
+        with urllib.request.urlopen(request) as answer:
+            message = json.load(answer)["choices"][0]["message"]
+        texts.append(message["content"])
+        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(file).decode()}}
+        messages = [*messages, message, {"role": "user", "content": [image, {"type": "text", "text": again}]}]
+    return (len(set(texts[0])) + len(texts[1])) / 8
+"""
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("workflow", ["agent", "tool_loop"])
+def test_agents_and_tools_are_trained_on_what_they_were_shown(tmp_path, workflow, capsys):
+    model, rows = make_folder(tmp_path / "model", "smolvlm"), write_rows(tmp_path, 24)
+    (tmp_path / "own.py").write_text(AGENT + "\n\ndef add(a: int) -> int:\n    'Add one.'\n    return a + 1\n")
+    plays = {"agent": [f"--agent.program={tmp_path}/own.py:play"], "tool_loop": [
+        f"--agent.tools=[\"{tmp_path}/own.py:add\"]", "--rollout.reward=tests/support/rewards.py:random_looking"]}[workflow]
+    assert main([
+        "train", f"--model.path={model}", "--run.name=play", "--run.total_steps=2", f"--run.dir={tmp_path / 'runs'}", f"--data.path={rows}",
+        "--data.heldout_size=4", "--evaluate.every_steps=0", "--rollout.max_new_tokens=4", "--inference.max_context=256",
+        "--rollout.group_size=4", "--rollout.consumer_batch_size=2", "--rollout.max_head_offpolicyness=0",
+        f"--rollout.workflow={workflow}", *plays]) == 0, capsys.readouterr().err
+    run = tmp_path / "runs" / "play"
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    trained = [step for step in steps if "train/tokens" in step]
+    assert [step["step"] for step in trained] == [1, 2]
+    assert all(step["policy/logprob_gap_max"] < 1e-3 for step in trained)
+    capsys.readouterr()
+    assert main(["rollouts", str(run), "--show", "2.0.0"]) == 0
+    assert capsys.readouterr().out.count("picture: ") == 1

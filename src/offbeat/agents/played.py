@@ -4,6 +4,7 @@ It runs in the process that calls the engines, so prompts and answers stay the t
 in a process of its own (`PlayPool`). Each player of an episode has a conversation of its own.
 """
 
+import asyncio
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -13,11 +14,14 @@ from offbeat.agents.group import play_group, seed_of
 from offbeat.agents.pool import PlayPool, Seat
 from offbeat.agents.recorder import Recorder
 from offbeat.agents.worker import CloseRequest, OpenRequest, StepRequest
+from offbeat.chat.images import without_images
 from offbeat.chat.messages import ChatRequest, Message, Reply
 from offbeat.config.agent import AgentConfig
+from offbeat.data.image_sources import MARK
 from offbeat.data.reward import NamedReward
+from offbeat.data.tokenizer import Tokenizer
 from offbeat.data.trajectory import Trajectory
-from offbeat.errors import CodeError, RefusedError
+from offbeat.errors import CodeError, DataError, RefusedError
 from offbeat.rollout.clock import AgentClock, requests_off
 from offbeat.rollout.episode import Episode
 
@@ -86,7 +90,7 @@ class PlayedWorkflow:
                 player = players[view.player] = _Player(self.make_recorder(episode), first)
             if not view.messages:
                 raise CodeError("an environment that has not ended must return a message for the next player; it returned none")
-            player.messages += [self._shortened(message) for message in view.messages]
+            player.messages += [await readable(self._shortened(message), episode.tokenizer) for message in view.messages]
             reply = await self._sample_reply(episode, player, order, view.state, session=f"{session}-{view.player}")
             if reply is None:
                 break
@@ -122,7 +126,28 @@ class PlayedWorkflow:
         if message.role == "system" or len(text) <= most:
             return message
         half = most // 2
-        return replace(message, content=f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[len(text) - half:]}")
+        images = MARK * text[half : len(text) - half].count(MARK) if message.images else ""
+        left_out = f"\n[{len(text) - 2 * half} characters left out]\n{images}"
+        return replace(message, content=f"{text[:half]}{left_out}{text[len(text) - half:]}")
+
+
+async def readable(message: Message, tokenizer: Tokenizer) -> Message:
+    """Return a message of an environment with images that the model can read.
+
+    A model that reads none gets "[image]" in their places, and the model is told of an image in a tool's result that cannot be used.
+
+    Raises:
+        DataError: an image of another message cannot be used.
+    """
+    if not message.images or tokenizer.images is None:
+        return without_images(message)
+    try:
+        await asyncio.to_thread(tokenizer.images.read_all, message.images, where="the result")
+    except DataError as exc:
+        if message.role != "tool":
+            raise
+        return replace(message, content=f"Error: {exc}", images=())
+    return message
 
 
 def _with_turns(chain: Trajectory, player: _Player) -> Trajectory:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from offbeat.chat.answering import Answering, Chat, check_structure, split_stops
+from offbeat.chat.images import without_images
 from offbeat.chat.messages import ChatRequest, Message, Reply, Tool
 from offbeat.chat.parsing import AnswerParser
 from offbeat.chat.rendering import Renderer
@@ -202,12 +203,14 @@ class Recorder:
         request, opening = found.request, found.opening
         before = () if parent is None else _tokens(parent.path)
         prompt = (*before, *given)
-        sampling = self._sampling_of(request, self._limits.max_tokens - len(prompt))
+        sampling, state = self._sampling_of(request, self._limits.max_tokens - len(prompt)), _observation(request.messages)
+        if any(message.images for message in request.messages):  # kept for as long as the episode, and read already
+            request = replace(request, messages=tuple(without_images(message) for message in request.messages))
         if parent is not None:
             parent.is_read = True  # its client has repeated it
             parent.num_children += 1
         turn = PendingTurn(
-            request, prompt, sampling, opening, parent, given, found.history, self._num_opened, _observation(request.messages))
+            request, prompt, sampling, opening, parent, given, found.history, self._num_opened, state)
         self._num_opened += request.n
         return turn
 
@@ -332,7 +335,7 @@ def _distinct(values: Iterable) -> tuple:
 def _observation(messages: Sequence[Message]) -> str:
     """Return the messages since the assistant's last one, as a text for `Node.state`."""
     last = max((i for i, message in enumerate(messages) if message.role == "assistant"), default=-1)
-    return json.dumps([(message.role, message.content) for message in messages[last + 1 :]])
+    return json.dumps([(message.role, message.content, *_digests(message)) for message in messages[last + 1 :]])
 
 
 def _tools_digest(tools: Sequence[Tool]) -> bytes:
@@ -347,7 +350,12 @@ def _digest(history: bytes, message: Message) -> bytes:
     """
     content = message.content.strip() if message.role == "assistant" else message.content
     calls = [[call.id, call.name, _parsed(call.arguments)] for call in message.calls]
-    return _hash(history, [message.role, content, calls, message.call_id])
+    return _hash(history, [message.role, content, calls, message.call_id, *_digests(message)])
+
+
+def _digests(message: Message) -> list[str]:
+    """Return the hashes of the files of a message's images."""
+    return [image.digest for image in message.images]
 
 
 def _hash(before: bytes, value: object) -> bytes:

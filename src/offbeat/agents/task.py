@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from offbeat.chat.images import messages_to_send
 from offbeat.data.reward import FailedReward, NamedReward, check_reward
 from offbeat.data.row import Row
 from offbeat.errors import shorten
@@ -37,10 +38,22 @@ class AgentTask:
     seed: int
     timeout_s: float
 
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The row's prompt as messages for chat completions, with its images as parts.
+
+        Raises:
+            DataError: the file of an image cannot be read.
+        """
+        return messages_to_send(self.row)
+
     def row_text(self) -> str:
-        """Return the row as the JSON object that commands read, such as '{"prompt": "1+1=", "answer": "2", "solution": ""}'."""
-        row = self.row
-        return json.dumps({"prompt": row.prompt, "answer": row.answer, "solution": row.solution, **row.extra})
+        """Return the row as the JSON object that commands read, such as '{"prompt": "1+1=", "answer": "2", "solution": ""}'.
+
+        The prompt of a row with images is `messages`.
+        """
+        row, prompt = self.row, self.messages if self.row.images else self.row.prompt
+        return json.dumps({"prompt": prompt, "answer": row.answer, "solution": row.solution, **row.extra})
 
     def environment(self) -> dict[str, str]:
         """Return the task as environment variables for a command; a row that is too large for `OFFBEAT_ROW` is in a file alone."""

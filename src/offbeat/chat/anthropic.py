@@ -19,8 +19,10 @@ from offbeat.chat.dialects import (
     tool_of,
     tools_wanted,
 )
+from offbeat.chat.images import ImageRules, is_image, join_parts
 from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Piece, Reply, Said, SaidKind, TokenLogprob, Tool, ToolCall
 from offbeat.chat.shaping import ShapingFields, Structure, structure_of
+from offbeat.data.image_sources import ImageSource
 from offbeat.errors import RefusedError
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "pause_turn"}
@@ -38,6 +40,7 @@ class _Block(msgspec.Struct):
     content: "str | list[_Block] | None" = None
     is_error: bool | None = None
     thinking: str | None = None
+    source: dict[str, Any] | None = None
 
 
 _Content = str | list[_Block] | None
@@ -100,7 +103,7 @@ class Anthropic(ChatDialect):
     def read(self, body: bytes) -> ChatRequest:
         got = read_fields(_AnthropicBody, body, api="Messages", surface=self._surface)
         wanted = tools_wanted(map(_tool, got.tools or ()), _choice(got.tool_choice))
-        messages = _messages(got)
+        messages = _messages(got, self._rules)
         if not messages:
             raise RefusedError("messages is empty; it needs at least one message with content")
         if messages[-1].role == "assistant":
@@ -151,7 +154,7 @@ def _structure(got: _AnthropicBody) -> Structure | None:
     return structure_of(config, "output_config.format") or structure_of(got.output_format, "output_format")
 
 
-def _messages(got: _AnthropicBody) -> tuple[Message, ...]:
+def _messages(got: _AnthropicBody, rules: ImageRules) -> tuple[Message, ...]:
     system = _text_of(got.system, "system")
     messages = [Message("system", system)] if system else []
     for at, message in enumerate(got.messages):
@@ -159,7 +162,7 @@ def _messages(got: _AnthropicBody) -> tuple[Message, ...]:
         if message.role == "assistant":
             messages.append(_assistant(_blocks_of(message.content), where))
         elif message.role == "user":
-            messages += _user(_blocks_of(message.content), where)
+            messages += _user(_blocks_of(message.content), where, rules)
         elif message.role == "system":
             messages.append(Message("system", _text_of(message.content, where)))
         else:
@@ -172,10 +175,26 @@ def _blocks_of(content: _Content) -> Sequence[_Block]:
 
 
 def _text_of(content: _Content, where: str) -> str:
-    for block in (blocks := _blocks_of(content)):
-        if block.type != "text":
-            raise RefusedError(f"{where} has a block of type {block.type!r}, and models here read text alone; leave it out")
-    return "\n".join(block.text or "" for block in blocks)
+    return "\n".join(_text_of_block(block, where, why="only messages of users have images") for block in _blocks_of(content))
+
+
+def _text_of_block(block: _Block, where: str, *, why: str) -> str:
+    if block.type != "text":
+        why = why if is_image(block.type) else "models here read text alone"
+        raise RefusedError(f"{where} has a block of type {block.type!r}, and {why}; leave it out")
+    return block.text or ""
+
+
+def _part_of(block: _Block, where: str, rules: ImageRules) -> str | ImageSource:
+    """Return the text of a block, or its image."""
+    if not is_image(block.type) or not rules.taken:
+        return _text_of_block(block, where, why="models here read text alone")
+    source, where = block.source or {}, f"{where}, a block of type {block.type!r},"
+    if source.get("type") == "base64":
+        return rules.source_of_base64(source.get("data"), where)
+    if source.get("type") == "url":
+        return rules.source_of(source.get("url"), where)
+    raise RefusedError(f"{where} must have a source of type 'base64' or 'url', got {source.get('type')!r}; send the file in base64")
 
 
 def _assistant(blocks: Sequence[_Block], where: str) -> Message:
@@ -193,17 +212,19 @@ def _assistant(blocks: Sequence[_Block], where: str) -> Message:
     return Message("assistant", "".join(texts), tuple(calls), reasoning="\n".join(thoughts))
 
 
-def _user(blocks: Sequence[_Block], where: str) -> Iterator[Message]:
-    """Yield the results of tools, in their order, and then the user's text."""
-    texts = []
+def _user(blocks: Sequence[_Block], where: str, rules: ImageRules) -> Iterator[Message]:
+    """Yield the results of tools, in their order, and then the user's text and images."""
+    parts: list[str | ImageSource] = []
     for block in blocks:
         if block.type == "tool_result":
-            text = _text_of(block.content, where)  # templates have no place for the mark of an error, so it becomes a word
-            yield Message("tool", f"Error: {text}" if block.is_error else text, call_id=block.tool_use_id)
+            shown = join_parts([_part_of(inner, where, rules) for inner in _blocks_of(block.content)], where)
+            text = f"Error: {shown.text}" if block.is_error else shown.text  # templates have no place for the mark of an error
+            yield Message("tool", text, call_id=block.tool_use_id, images=shown.images)
         else:
-            texts.append(_text_of([block], where))
-    if texts:
-        yield Message("user", "\n".join(texts))
+            parts.append(_part_of(block, where, rules))
+    if parts:
+        shown = join_parts(parts, where)
+        yield Message("user", shown.text, images=shown.images)
 
 
 def _tool(got: _AnthropicTool) -> Tool:

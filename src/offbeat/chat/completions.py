@@ -13,6 +13,7 @@ from offbeat.chat.dialects import (
     Wishes,
     call_of,
     choice_of,
+    content_of,
     data,
     named,
     openai_error,
@@ -21,6 +22,7 @@ from offbeat.chat.dialects import (
     tool_of,
     tools_wanted,
 )
+from offbeat.chat.images import ImageRules
 from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Piece, Reply, Role, Said, TokenLogprob, Tool
 from offbeat.config.data import RENDERED
 from offbeat.errors import RefusedError
@@ -96,7 +98,7 @@ class Completions(ChatDialect):
         if got.n is not None and got.n < 1:
             raise RefusedError(f"n must be >= 1, got {got.n}")
         return ChatRequest(
-            messages=_messages(got.messages),
+            messages=_messages(got.messages, self._rules),
             **wanted,
             max_new_tokens=got.max_completion_tokens if got.max_tokens is None else got.max_tokens,
             n=got.n or 1,
@@ -227,19 +229,21 @@ def _template_kwargs(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _messages(got: list[_CompletionsMessage]) -> tuple[Message, ...]:
+def _messages(got: list[_CompletionsMessage], rules: ImageRules) -> tuple[Message, ...]:
     if not got:
         raise RefusedError("messages is empty; it needs at least one message", param="messages")
-    return named([_message(message, f"messages[{at}]") for at, message in enumerate(got)])
+    return named([_message(message, f"messages[{at}]", rules) for at, message in enumerate(got)])
 
 
-def _message(got: _CompletionsMessage, where: str) -> Message:
+def _message(got: _CompletionsMessage, where: str, rules: ImageRules) -> Message:
     role = _ROLES.get(got.role)
     if role is None:
         raise RefusedError(f"{where}.role must be one of {', '.join(_ROLES)}, got {got.role!r}")
+    if role in ("user", "tool"):
+        shown, name = content_of(got.content, f"{where}.content", rules), got.name or ""
+        call_id = got.tool_call_id or name if role == "tool" else ""
+        return Message(role, shown.text, call_id=call_id, name=name, images=shown.images)
     content = text_of(got.content, f"{where}.content")
-    if role == "tool":
-        return Message("tool", content, call_id=got.tool_call_id or got.name or "", name=got.name or "")
     if role != "assistant":
         return Message(role, content, name=got.name or "")
     if got.audio is not None:

@@ -7,14 +7,18 @@ that cannot be honoured is refused with a sentence, so that no agent waits for a
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from offbeat.chat.fields import Api, Surface, check_fields
+from offbeat.chat.images import ImageRules, Shown, check_detail, is_image, join_parts
 from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Piece, Reply, Said, TokenLogprob, Tool, ToolCall
 from offbeat.chat.shaping import ShapingFields, Structure
+from offbeat.data.image_sources import ImageSource
 from offbeat.errors import RefusedError, first_line
 
 T = TypeVar("T")
@@ -35,10 +39,16 @@ class ChatDialect(Protocol):
     keep_alive: bytes
     always_parsed: bool
     _surface: Surface
+    _rules: ImageRules
 
-    def __init__(self, surface: Surface = "engine") -> None:
-        """`surface` chooses the column of the table of fields, such as "engine"."""
+    def __init__(self, surface: Surface = "engine", *, image_files: Path | None = None) -> None:
+        """
+        Args:
+            surface: chooses the column of the table of fields, such as "engine". The service takes no images.
+            image_files: folder that paths of images may lead to; None refuses paths.
+        """
         self._surface = surface
+        self._rules = ImageRules(surface != "service", image_files)
 
     def read(self, body: bytes) -> ChatRequest:
         """Read the body of a request.
@@ -152,11 +162,13 @@ def extras_of(body: Extras) -> dict[str, Any]:
 
 
 class ContentPart(msgspec.Struct):
-    """A piece of a message; all but text is refused."""
+    """A piece of a message: text or an image."""
 
     type: str = "text"
     text: str | None = None
     refusal: str | None = None
+    image_url: Any = None
+    detail: Any = None
 
 
 _PATH = re.compile(r"at `\$\.?([^`]+)`")
@@ -201,10 +213,35 @@ def text_of(content: str | Sequence[ContentPart] | None, where: str) -> str:
     """Return the text of a message's content; parts become lines."""
     if content is None or isinstance(content, str):
         return content or ""
-    for part in content:
-        if part.type not in _TEXT_PARTS:
-            raise RefusedError(f"{where} has a part of type {part.type!r}, and models here read text alone; leave it out")
-    return "\n".join(part.text or part.refusal or "" for part in content)
+    return "\n".join(_text_of_part(part, where, why="only messages of users and tools have images") for part in content)
+
+
+def content_of(content: str | Sequence[ContentPart] | None, where: str, rules: ImageRules) -> Shown:
+    """Return the text and the images of the content of a user's or a tool's message.
+
+    Raises:
+        RefusedError: a part is neither, or an image that the rules do not allow.
+    """
+    if content is None or isinstance(content, str):
+        return Shown(content or "")
+    parts: list[str | ImageSource] = []
+    for at, part in enumerate(content):
+        if not is_image(part.type) or not rules.taken:
+            parts.append(_text_of_part(part, where, why="models here read text alone"))
+            continue
+        address, detail = part.image_url, part.detail
+        if isinstance(address, Mapping):
+            address, detail = address.get("url"), address.get("detail", detail)
+        check_detail(detail, f"{where}[{at}]")
+        parts.append(rules.source_of(address, f"{where}[{at}], a part of type {part.type!r},"))
+    return join_parts(parts, where)
+
+
+def _text_of_part(part: ContentPart, where: str, *, why: str) -> str:
+    if part.type not in _TEXT_PARTS:
+        why = why if is_image(part.type) else "models here read text alone"
+        raise RefusedError(f"{where} has a part of type {part.type!r}, and {why}; leave it out")
+    return part.text or part.refusal or ""
 
 
 def call_of(call_id: str, name: str, arguments: str | Mapping[str, Any] | None, where: str) -> ToolCall:
@@ -274,9 +311,7 @@ def named(messages: Sequence[Message]) -> tuple[Message, ...]:
     """Give each tool's result the name of its tool, from the call of the same id, where the result has none."""
     names = {call.id: call.name for message in messages for call in message.calls}
     return tuple(
-        Message("tool", m.content, call_id=m.call_id, name=names.get(m.call_id, "")) if m.role == "tool" and not m.name else m
-        for m in messages
-    )
+        replace(m, name=names.get(m.call_id, "")) if m.role == "tool" and not m.name else m for m in messages)
 
 
 def data(value: Any) -> bytes:

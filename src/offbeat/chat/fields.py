@@ -111,7 +111,7 @@ _CHAT_EXTRAS = [
     *refused("add_generation_prompt", neutral=(True,)),
     *refused("continue_final_message", "echo", "add_special_tokens", neutral=(False,)),
     *refused("documents", neutral=([],), note="put them into a message"),
-    *refused("mm_processor_kwargs", "media_io_kwargs", neutral=({},), note="models here read text alone"),
+    *refused("mm_processor_kwargs", "media_io_kwargs", neutral=({},), note="images are read as the model's own processor does"),
     *refused("include_reasoning", "separate_reasoning", "stream_reasoning", neutral=(True,)),
     *refused("thinking_token_budget", note="bound the whole answer by `max_tokens`"),
 ]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from offbeat.chat.shaping import PLAIN, Shaping
+from offbeat.data.image_sources import ImageSource
 
 Role = Literal["system", "user", "assistant", "tool"]
 Finish = Literal["stop", "length", "tool_calls", "abort"]
@@ -30,11 +31,12 @@ class Message:
     """One message of a chat.
 
     Attributes:
-        content: its text; empty beside calls.
+        content: its text, with `image_sources.MARK` in the places of its images; empty beside calls.
         calls: of an assistant's message.
         call_id: of a tool's message, the call that it answers.
         name: of a tool's message, the tool; else the author, if given.
         reasoning: of an assistant's message, the text before its answer that users do not see.
+        images: of a message of a user or a tool, in the order of their marks.
     """
 
     role: Role
@@ -43,6 +45,7 @@ class Message:
     call_id: str = ""
     name: str = ""
     reasoning: str = ""
+    images: tuple[ImageSource, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 from offbeat.chat.formats import FORMATS, HERMES, ToolFormat, recognise
 from offbeat.chat.messages import Message, Tool, ToolCall
 from offbeat.data.tokenizer import Tokenizer
-from offbeat.errors import ModelError, RefusedError
+from offbeat.errors import DataError, ModelError, RefusedError
 
 _SYSTEM, _USER = Message("system", "probe_system"), Message("user", "probe_user")
 _MOST_CACHED = 64
@@ -64,10 +64,11 @@ class Renderer:
         """Return the token ids of a chat up to the assistant's answer, and of `opening`, the answer's forced beginning.
 
         Raises:
-            RefusedError: the arguments of a past call are no JSON object.
+            RefusedError: the arguments of a past call are no JSON object, or an image cannot be used.
             ModelError: the template refuses these messages.
         """
-        return [*self.tokenizer.encode(self._prompt_text(messages, tools, to_answer=True)), *self.opening_ids(opening)]
+        ids = self.tokenizer.encode(self._prompt_text(messages, tools, to_answer=True))
+        return [*self._with_images(ids, messages), *self.opening_ids(opening)]
 
     def following(
         self, answer: Message, new: Sequence[Message], tools: Sequence[Tool] = (), *, opening: str = ""
@@ -83,6 +84,9 @@ class Renderer:
         Returns:
             None if they are unknown: `new` has messages of others, or the template changes the text before an answer when messages
             follow, or ends answers with no special token. The chat then has to be rendered as a whole.
+
+        Raises:
+            RefusedError: an image in `new` cannot be used.
         """
         if not self._end_text or not new or any(message.role not in ("user", "tool") for message in new):
             return None
@@ -101,7 +105,19 @@ class Renderer:
         if not text.startswith(before) or at < 0:
             return None
         # The end token is encoded with the rest, because some tokenizers treat the beginning of a text differently.
-        return [*self.tokenizer.encode(text[at:])[1:], *self.opening_ids(opening)]
+        return [*self._with_images(self.tokenizer.encode(text[at:])[1:], new), *self.opening_ids(opening)]
+
+    def _with_images(self, ids: list[int], messages: Sequence[Message]) -> list[int]:
+        """Return the ids of messages with the tokens of their images in the places of the model's image token."""
+        images, reader = [image for message in messages for image in message.images], self.tokenizer.images
+        if reader is None:
+            if images:
+                raise RefusedError(f"the chat has {_counted(images)}, and this model reads text alone here; send text")
+            return ids
+        try:
+            return reader.expand(ids, images, where="the chat")[0].tolist()
+        except DataError as exc:
+            raise RefusedError(str(exc)) from exc
 
     def opening_ids(self, opening: str) -> list[int]:
         """Return the token ids of an answer's forced beginning."""
@@ -182,6 +198,10 @@ class Renderer:
     def _id(self, call_id: str) -> str:
         size = self.format.id_chars if self.format is not None else 0
         return re.sub(r"[^a-zA-Z0-9]", "", call_id)[-size:].rjust(size, "0") if size else call_id
+
+
+def _counted(images: Sequence[object]) -> str:
+    return "an image" if len(images) == 1 else f"{len(images)} images"
 
 
 def tool_json(tool: Tool) -> dict[str, Any]:

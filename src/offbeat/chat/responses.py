@@ -17,6 +17,7 @@ from offbeat.chat.dialects import (
     Wishes,
     call_of,
     choice_of,
+    content_of,
     event,
     named,
     openai_error,
@@ -25,6 +26,7 @@ from offbeat.chat.dialects import (
     tool_of,
     tools_wanted,
 )
+from offbeat.chat.images import ImageRules, Shown
 from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Piece, Reply, Role, Said, SaidKind, TokenLogprob, Tool, ToolCall
 from offbeat.chat.shaping import structure_of
 from offbeat.errors import RefusedError
@@ -79,7 +81,7 @@ class Responses(ChatDialect):
         got = read_fields(_ResponsesBody, body, api="Responses", surface=self._surface)
         wanted = tools_wanted(map(_tool, got.tools or ()), choice_of(got.tool_choice))
         return ChatRequest(
-            messages=_messages(got.input, got.instructions),
+            messages=_messages(got.input, got.instructions, self._rules),
             **wanted,
             max_new_tokens=got.max_output_tokens,
             effort=(got.reasoning.effort if got.reasoning is not None else None) or "",
@@ -103,7 +105,7 @@ class Responses(ChatDialect):
 # -- reading -------------------------------------------------------------------------------------------------------------------------------
 
 
-def _messages(got: str | Sequence[_Item], instructions: str | None) -> tuple[Message, ...]:
+def _messages(got: str | Sequence[_Item], instructions: str | None, rules: ImageRules) -> tuple[Message, ...]:
     messages = [Message("system", instructions)] if instructions else []
     if isinstance(got, str):
         return (*messages, Message("user", got))
@@ -114,9 +116,12 @@ def _messages(got: str | Sequence[_Item], instructions: str | None) -> tuple[Mes
         if item.type == "message" and item.role != "assistant":
             if item.role not in _ROLES:
                 raise RefusedError(f"{where}.role must be one of {', '.join(_ROLES)}, got {item.role!r}")
-            messages.append(Message(_ROLES[item.role], text_of(item.content, f"{where}.content")))
+            role, place = _ROLES[item.role], f"{where}.content"
+            shown = content_of(item.content, place, rules) if role == "user" else Shown(text_of(item.content, place))
+            messages.append(Message(role, shown.text, images=shown.images))
         elif item.type == "function_call_output":
-            messages.append(Message("tool", text_of(item.output, f"{where}.output"), call_id=item.call_id))
+            shown = content_of(item.output, f"{where}.output", rules)
+            messages.append(Message("tool", shown.text, call_id=item.call_id, images=shown.images))
         else:
             _add_own(messages, item, where)
     return named(messages)

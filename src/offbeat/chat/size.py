@@ -1,4 +1,4 @@
-"""A bound on a chat's bytes, which refuses one that cannot fit before it is rendered and tokenized. Called by all that serve chats.
+"""Bounds on a chat's bytes and images: one that cannot fit is refused before it is rendered and tokenized. Called by all that serve chats.
 
 Tokenizing takes seconds for a few megabytes, counting bytes microseconds. With 4,096 tokens of at most 32 bytes, for example, more than
 131,072 bytes cannot fit.
@@ -17,11 +17,14 @@ _LEAST_BYTES = 1 << 16
 
 
 def check_chat_size(request: ChatRequest, tokenizer: Tokenizer, *, context: int) -> None:
-    """Refuse a chat of more bytes than `context` tokens can stand for.
+    """Refuse a chat of more bytes than `context` tokens can stand for, or of more images than the model's reader takes.
 
     Raises:
-        RefusedError: says how many tokens there may be, and the bytes of the longest.
+        RefusedError: says how many there may be.
     """
+    count = sum(len(message.images) for message in request.messages)
+    if tokenizer.images is not None and count > tokenizer.images.limits.max_images:
+        raise RefusedError(f"the chat has {count} images, allowed are {tokenizer.images.limits.told('max_images')}")
     texts = [text for message in request.messages for text in (
         message.content, message.reasoning, *(call.arguments for call in message.calls))]
     texts += [tool.description for tool in request.tools]

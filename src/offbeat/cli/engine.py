@@ -6,13 +6,18 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from offbeat.cli.keys import read_key
 from offbeat.cpu import this_cpu
-from offbeat.data.model_folder import check_model_folder
+from offbeat.data.image_reader import processor_files, reads_images
+from offbeat.data.model_folder import check_model_folder, read_model_config
 from offbeat.data.tokenizer import load_tokenizer
 from offbeat.engine.options import EngineOptions
 from offbeat.errors import ConfigError
+from offbeat.extras import missing_modules
 from offbeat.fleet.engine_group import raise_death, serve_one
 from offbeat.hosts import is_loopback
 from offbeat.listening import bind
@@ -25,6 +30,8 @@ versions, chats with tools also as /v1/responses and /v1/messages, continuous ba
 
 Without a key it answers programs of this machine only. A key in $OFFBEAT_API_KEY or a file is required in every request.
 
+Chats with images are answered if the model reads them (`offbeat docs images`).
+
 Log-probabilities are those of the distribution that was sampled: after temperature, top-k and top-p; at temperature 0, of temperature 1.
 """
 
@@ -33,6 +40,10 @@ examples:
   offbeat engine --model runs/quickstart/export --port 8001
   curl -s localhost:8001/v1/completions -H 'content-type: application/json' -d '{"prompt": "31752046>", "max_tokens": 10, "temperature": 0}'
 """
+
+
+_MOST_STORED_BYTES = 8 << 30
+"""Bytes of processed images that chats may leave on disk while the engine runs."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -72,6 +83,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "take five times as long (default: 60)")
     parser.add_argument("--threads", type=int, default=usable_cores(), help="CPU threads (default: one for each core that it may use)")
     parser.add_argument("--device", type=int, default=None, help="accelerator to use, by number (default: the CPU)")
+    parser.add_argument(
+        "--images", metavar="FOLDER", help="folder that paths of images in chats may lead to (default: images come as data URIs alone)")
     parser.add_argument("--key-file", metavar="FILE", help="file with the required bearer token (default: $OFFBEAT_API_KEY)")
     parser.set_defaults(run=run)
 
@@ -108,8 +121,25 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         max_prefill_per_round=args.max_prefill_per_round, max_adapters=args.max_adapters, max_adapter_rank=args.max_adapter_rank,
         stall_timeout_s=args.stall_timeout_s, api_key=key,
         version=-1)
-    asyncio.run(_serve(args, options))
+    with TemporaryDirectory(prefix="offbeat-images-") as store:
+        asyncio.run(_serve(args, _with_images(options, store, args.images)))
     return 0
+
+
+def _with_images(options: EngineOptions, store: str, files: str | None) -> EngineOptions:
+    """Return the options with a folder to store the images of chats in, if the model reads images.
+
+    Raises:
+        ConfigError: there is no folder `files`, or the model reads no images.
+    """
+    reads = reads_images(read_model_config(options.model)) and bool(processor_files(options.model))
+    if files is not None and not reads:
+        raise ConfigError(f"--images is for a model that reads images, and {options.model} is none with a processor; leave it out")
+    if files is not None and not Path(files).is_dir():
+        raise ConfigError(f"--images must name a folder, got {files!r}; give the one that paths of images lead to")
+    if not reads or missing_modules(["PIL"]):
+        return options
+    return replace(options, images=store, max_stored_bytes=_MOST_STORED_BYTES, image_files=str(Path(files).resolve()) if files else "")
 
 
 async def _serve(args: argparse.Namespace, options: EngineOptions) -> None:

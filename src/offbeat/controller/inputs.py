@@ -181,7 +181,8 @@ def open_mixed(
 def row_check(config: Config, tokenizer: Tokenizer | None, *, answered: bool, taught: bool) -> Callable[[Row, str], None]:
     """Return the check of a configuration's rows; see `check_of_rows`. `taught` says whether a teacher scores answers to them."""
     teacher = config.teacher if taught and tokenizer is not None and config.algorithm.teacher == "model" else None
-    blind = blind_part(choose_rewards(config), config.rollout, teacher, model=config.model.path)
+    blind = blind_part(
+        choose_rewards(config), config.rollout, teacher, environment=config.agent.environment, model=config.model.path)
     return check_of_rows(tokenizer, config.data, answered=answered, blind=blind)
 
 

@@ -6,7 +6,6 @@ Torch-free.
 
 from collections.abc import Callable, Iterable
 
-from offbeat.config.agent import PLAYS
 from offbeat.config.data import DataConfig
 from offbeat.config.rollout import REWARD_MODEL, RolloutConfig
 from offbeat.config.teacher import TeacherConfig
@@ -60,13 +59,14 @@ def check_of_pairs(tokenizer: Tokenizer, data: DataConfig) -> Callable[[Preferen
 
 
 def blind_part(
-    rewards: Iterable[str], rollout: RolloutConfig, teacher: TeacherConfig | None, *, model: str,
+    rewards: Iterable[str], rollout: RolloutConfig, teacher: TeacherConfig | None, *, environment: str, model: str,
 ) -> str:
     """Return which part of a run would not see images of its rows, and what to do, as the end of a sentence; empty if there is none.
 
     Args:
         rewards: names of the run's rewards, as `choose_rewards` gives them.
         teacher: the model that scores answers to the rows; None if none does.
+        environment: that is played; empty for none.
         model: folder of the policy; empty if it is made here.
     """
     setting = "rollout.rewards" if rollout.rewards else "rollout.reward"
@@ -77,10 +77,10 @@ def blind_part(
             return (
                 f"the judge of {setting}, {name!r}, would not see; leave {{question}} out of its prompt, so that it compares with"
                 " {reference}, or give rows without images")
-    if rollout.workflow in PLAYS:
+    if rollout.workflow == "gym" or (rollout.workflow == "agent" and environment):
         return (
-            f"rollout.workflow = {rollout.workflow!r} does not show to the model; leave it out for answers of one turn, or give rows"
-            " without images")
+            f"agent.environment = {environment!r} does not show to the model; play tools or an agent of your own, or give rows without"
+            " images")
     if teacher is None:
         return ""
     if teacher.url:

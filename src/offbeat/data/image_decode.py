@@ -28,29 +28,28 @@ def decode_image(data: bytes, limits: ImageLimits) -> Image.Image:
         DataError: it cannot be used; the end of a sentence about it, such as "is animated, ...".
     """
     if len(data) > limits.max_bytes:
-        raise DataError(f"has {len(data)} bytes, allowed are data.max_image_bytes = {limits.max_bytes}; shrink it or raise the bound")
+        raise DataError(f"has {len(data)} bytes, allowed are {limits.told('max_image_bytes')}")
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
         _check_header(image, limits)
         image.load()
         return _in_rgb(ImageOps.exif_transpose(image))
     except UnidentifiedImageError as exc:
-        raise DataError(f"is no image in one of the formats {', '.join(FORMATS)}; convert it, or leave the row out") from exc
+        raise DataError(f"is no image in one of the formats {', '.join(FORMATS)}; convert it or leave it out") from exc
     except (OSError, ValueError, SyntaxError, EOFError, struct.error, OverflowError, MemoryError) as exc:
         if isinstance(exc, DataError):
             raise
-        raise DataError(f"cannot be decoded ({first_line(exc)}); its file is damaged, so write it anew or leave the row out") from exc
+        raise DataError(f"cannot be decoded ({first_line(exc)}); its file is damaged, so write it anew or leave it out") from exc
 
 
 def _check_header(image: Image.Image, limits: ImageLimits) -> None:
     width, height = image.size
     if width * height > limits.max_pixels:
-        raise DataError(
-            f"has {width} x {height} pixels, allowed are data.max_image_pixels = {limits.max_pixels} in all; shrink it or raise the bound")
+        raise DataError(f"has {width} x {height} pixels, allowed are {limits.told('max_image_pixels')}")
     if max(width, height) > MAX_SIDE:
         raise DataError(f"is {width} x {height} pixels large, allowed are {MAX_SIDE} along a side; shrink it or cut it")
     if not (width and height):
-        raise DataError(f"is {width} x {height} pixels large; leave the row out")
+        raise DataError(f"is {width} x {height} pixels large; leave it out")
     if (frames := getattr(image, "n_frames", 1)) > 1:
         raise DataError(f"is animated or has several pages ({frames} of them); give the one that is meant as an image of its own")
 

@@ -54,7 +54,7 @@ class Processor:
         with Caught() as caught:  # processors raise errors of any kind for images that they cannot use
             return self._made(decode_image(data, limits))
         exc = caught.take()
-        refused = f"is refused by the model's processor ({describe(exc)}); leave the row out"
+        refused = f"is refused by the model's processor ({describe(exc)}); leave it out"
         return _fault(str(exc) if isinstance(exc, DataError) else refused)
 
     def _made(self, image: Any) -> MadeImage:

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -63,6 +64,7 @@ class ImageReader:
 
     Attributes:
         token_id: the token that prompts have once for each image before it is expanded.
+        limits: bounds of images.
     """
 
     def __init__(self, model: str, store: ImageStore, limits: ImageLimits) -> None:
@@ -74,32 +76,37 @@ class ImageReader:
         self._placeholder = placeholder_of(config)
         key, default = _PROMPT_TOKENS.get(self._model_type, ("", self._placeholder))
         self.token_id: int = config.get(key, default)
-        self._limits = limits
+        self.limits = limits
         self._child: subprocess.Popen[bytes] | None = None
-        self._known: dict[ImageSource, tuple[object, StoredImage]] = {}
+        self._known: dict[str, tuple[object, StoredImage]] = {}
+        self._reading = threading.Lock()
 
     def read(self, source: ImageSource, where: str) -> StoredImage:
-        """Return the image of a source; raises DataError, which names it by `where`, if it cannot be used."""
-        stamp = _stamp(source)
-        if source in self._known and self._known[source][0] == stamp:
-            return self._known[source][1]
-        try:
-            data = source.read(most_bytes=self._limits.max_bytes)
-            key = hashlib.sha256(data + repr((self._files, self._limits)).encode()).hexdigest()
-            image = self.store.find_source(key)
-            if image is None:
-                image = self._make(data)
-                self.store.note_source(key, image)
-        except DataError as exc:
-            raise DataError(f"{where} {exc}") from exc
-        self._known[source] = stamp, image
+        """Return the image of a source, on any thread; raises DataError, which names it by `where`, if it cannot be used."""
+        with self._reading:
+            stamp = _stamp(source)
+            if source.path in self._known and self._known[source.path][0] == stamp:
+                return self._known[source.path][1]
+            try:
+                image = self._stored(source.read(self.limits))
+            except DataError as exc:
+                raise DataError(f"{where} {exc}") from exc
+            if source.path:
+                self._known[source.path] = stamp, image
+            return image
+
+    def _stored(self, data: bytes) -> StoredImage:
+        key = hashlib.sha256(data + repr((self._files, self.limits)).encode()).hexdigest()
+        image = self.store.find_source(key)
+        if image is None:
+            image = self._make(data)
+            self.store.note_source(key, image)
         return image
 
     def read_all(self, sources: Sequence[ImageSource], *, where: str) -> list[StoredImage]:
         """Return the images of a row; raises DataError if there are too many, or one cannot be used."""
-        if len(sources) > self._limits.max_images:
-            raise DataError(
-                f"{where} has {len(sources)} images, allowed are data.max_images = {self._limits.max_images}; leave some out or raise it")
+        if len(sources) > self.limits.max_images:
+            raise DataError(f"{where} has {len(sources)} images, allowed are {self.limits.told('max_images')}")
         return [self.read(source, f"{where}: image {number}") for number, source in enumerate(sources, start=1)]
 
     def expand(
@@ -151,14 +158,14 @@ class ImageReader:
         child = self._child or self._begin_process()
         assert child.stdin is not None and child.stdout is not None, "both are pipes"
         try:
-            write_frame(child.stdin, wire.encode(self._limits))
+            write_frame(child.stdin, wire.encode(self.limits))
             write_frame(child.stdin, data)
             answer = _wait_for(child, _TIMEOUT_S)
         except OSError:
             answer = b""
         if not answer:
             self.close()
-            raise DataError("ends the image process, or takes it too long; its file is damaged, so write it anew or leave the row out")
+            raise DataError("ends the image process, or takes it too long; its file is damaged, so write it anew or leave it out")
         return answer
 
     def _begin_process(self) -> "subprocess.Popen[bytes]":

@@ -10,7 +10,8 @@ import binascii
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes
@@ -42,12 +43,21 @@ class ImageLimits:
     Attributes:
         max_bytes: of an image's file.
         max_pixels: of an image, width times height.
-        max_images: of a row.
+        max_images: of a row, or of a chat.
+        in_data: whether they are settings of [data]; else they are the server's.
     """
 
     max_bytes: int = 20_000_000
     max_pixels: int = 16_777_216
     max_images: int = 16
+    in_data: bool = field(default=True, repr=False)
+
+    def told(self, name: str) -> str:
+        """Return a bound with what to do, such as "data.max_images = 16; leave some out or raise it", by the name of its setting."""
+        value, change = {
+            "max_images": (self.max_images, "leave some out"), "max_image_bytes": (self.max_bytes, "shrink it"),
+            "max_image_pixels": (self.max_pixels, "shrink it")}[name]
+        return f"data.{name} = {value}; {change} or raise the bound" if self.in_data else f"{value} here; {change}"
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,7 @@ class ImageSource:
     path: str = ""
     data: bytes = b""
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of its file; of its path, if that cannot be read."""
         try:
@@ -71,16 +81,16 @@ class ImageSource:
             data = self.path.encode(errors="surrogatepass")
         return hashlib.sha256(data).hexdigest()
 
-    def read(self, *, most_bytes: int) -> bytes:
+    def read(self, limits: ImageLimits | None = None) -> bytes:
         """Return the bytes of its file.
 
         Raises:
-            DataError: there is no such file, or it is larger than `most_bytes`; the end of a sentence about the image.
+            DataError: there is no such file, or it is larger than `limits` allow; the end of a sentence about the image.
         """
         try:
             size = Path(self.path).stat().st_size if self.path else len(self.data)
-            if size > most_bytes:
-                raise DataError(f"has {size} bytes, allowed are data.max_image_bytes = {most_bytes}; shrink it or raise the bound")
+            if limits is not None and size > limits.max_bytes:
+                raise DataError(f"has {size} bytes, allowed are {limits.told('max_image_bytes')}")
             return Path(self.path).read_bytes() if self.path else self.data
         except OSError as exc:
             raise DataError(f"cannot be read from {self.path!r} ({exc.strerror}); mend the path, relative to the data file") from exc

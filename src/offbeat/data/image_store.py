@@ -6,6 +6,9 @@ Each process reads the image by its id from the run's folder, and checks the has
 """
 
 import hashlib
+import os
+import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,7 +19,7 @@ import numpy as np
 
 from offbeat.data import wire
 from offbeat.disk import replacing
-from offbeat.errors import DataError, StorageError
+from offbeat.errors import BusyError, DataError, StorageError
 
 FIRST_ID = 1 << 30
 """The least id of an image. No vocabulary has so many tokens; ids up to 2**31 fit int32."""
@@ -28,6 +31,8 @@ _MOST_PROBES = 8
 """Ids that are tried where different images have the same."""
 _KEPT_BYTES = 1 << 28
 """Bytes of images that a process keeps in memory."""
+_UNUSED_S = 3600.0
+"""Seconds after which an image may be removed to make room: longer than a request waits and is answered."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,9 +78,15 @@ class StoredImage:
 class ImageStore:
     """A folder of images by their ids. One process adds; all read."""
 
-    def __init__(self, folder: str | Path, *, run: str = "") -> None:
-        """A `run` is the name under which images are noted that are added or found by their source; empty notes nothing."""
+    def __init__(self, folder: str | Path, *, run: str = "", most_bytes: int = 0) -> None:
+        """
+        Args:
+            run: name under which images are noted that are added or found by their source; empty notes nothing.
+            most_bytes: of all files; to make room, those that were not used for an hour are removed. 0 is no bound.
+        """
         self.folder = Path(folder)
+        self._most_bytes = most_bytes
+        self._lock = threading.RLock()
         self._notes = self.folder / f"{run}{NOTES}" if run else None
         self._noted: set[int] | None = None
         self._kept: OrderedDict[int, StoredImage] = OrderedDict()
@@ -92,6 +103,7 @@ class ImageStore:
 
         Raises:
             StorageError: the folder cannot be written.
+            BusyError: there is no room in `most_bytes`.
         """
         image = StoredImage(-1, np.asarray(tokens, np.int32), arrays, grid, size, source)
         digest = image.digest
@@ -115,9 +127,10 @@ class ImageStore:
         Raises:
             DataError: it is not here, or its pixel values are not those of its id.
         """
-        if (known := self._kept.get(image_id)) is not None:
-            self._kept.move_to_end(image_id)
-            return known
+        with self._lock:
+            if (known := self._kept.get(image_id)) is not None:
+                self._kept.move_to_end(image_id)
+                return known
         path = self._path(image_id)
         try:
             image = wire.decode(StoredImage, path.read_bytes())
@@ -145,6 +158,9 @@ class ImageStore:
 
     def _note_use(self, image_id: int) -> None:
         """Note that the run uses an image, so that it is not pruned; raises StorageError."""
+        if self._most_bytes:
+            with suppress(OSError):
+                os.utime(self._path(image_id))
         if self._notes is None:
             return
         if self._noted is None:
@@ -160,6 +176,8 @@ class ImageStore:
             self._noted.add(image_id)
 
     def _put(self, path: Path, data: bytes) -> None:
+        if self._most_bytes:
+            make_room(self.folder, self._most_bytes - len(data))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with replacing(path, concurrent=True) as file:
@@ -168,13 +186,35 @@ class ImageStore:
             raise StorageError(f"an image could not be written to {path}: {exc.strerror}; free space or set run.dir") from exc
 
     def _keep(self, image: StoredImage) -> StoredImage:
-        self._kept[image.id] = image
-        while len(self._kept) > 1 and sum(array.nbytes for kept in self._kept.values() for array in kept.arrays.values()) > _KEPT_BYTES:
-            self._kept.popitem(last=False)
+        with self._lock:
+            self._kept[image.id] = image
+            while len(self._kept) > 1 and sum(array.nbytes for kept in self._kept.values() for array in kept.arrays.values()) > _KEPT_BYTES:
+                self._kept.popitem(last=False)
         return image
 
     def _path(self, image_id: int) -> Path:
         return self.folder / f"{image_id}{SUFFIX}"
+
+
+def make_room(folder: Path, most_bytes: int) -> None:
+    """Remove the files of images that were not used for an hour, the oldest first, until those of a folder have at most `most_bytes`.
+
+    Raises:
+        BusyError: those that were used in the last hour have more.
+    """
+    try:
+        files = sorted((stat.st_mtime, stat.st_size, Path(entry)) for entry in os.scandir(folder) for stat in [entry.stat()])
+    except OSError:  # nothing is stored yet
+        return
+    rest, oldest = sum(size for _, size, _ in files), time.time() - _UNUSED_S
+    for used, size, path in files:
+        if rest <= most_bytes:
+            return
+        if used > oldest:
+            raise BusyError("there is no room for another image: those of the last hour fill what may be stored; send it again later")
+        with suppress(OSError):
+            path.unlink()
+            rest -= size
 
 
 def find_pictures(run_dir: Path, tokens: Sequence[int] | np.ndarray) -> dict[int, Path]:

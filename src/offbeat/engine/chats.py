@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
@@ -33,14 +34,17 @@ from offbeat.engine.wire import body_of
 from offbeat.errors import EngineError
 from offbeat.listening import decode_body
 
-_ANTHROPIC = Anthropic()
-
 
 class Chats:
     """Answers chats with an engine."""
 
-    def __init__(self, engine: EmbeddedEngine, submissions: Submissions, models: ServedModels) -> None:
+    def __init__(
+        self, engine: EmbeddedEngine, submissions: Submissions, models: ServedModels, *, image_files: Path | None = None,
+    ) -> None:
+        """`image_files` is the folder that paths of images may lead to; None refuses paths."""
         self._engine = engine
+        self._completions, self._responses = Completions(image_files=image_files), Responses(image_files=image_files)
+        self._anthropic = Anthropic(image_files=image_files)
         self._submissions = submissions
         self._models = models
 
@@ -51,16 +55,16 @@ class Chats:
     def routes(self) -> list[tuple[str, str, Handler]]:
         """Return method, path and handler of each endpoint."""
         return [
-            ("POST", "/v1/chat/completions", lambda http: self._answer(http, Completions())),
-            ("POST", "/v1/responses", lambda http: self._answer(http, Responses())),
-            ("POST", "/v1/messages", lambda http: self._answer(http, _ANTHROPIC)),
+            ("POST", "/v1/chat/completions", lambda http: self._answer(http, self._completions)),
+            ("POST", "/v1/responses", lambda http: self._answer(http, self._responses)),
+            ("POST", "/v1/messages", lambda http: self._answer(http, self._anthropic)),
             ("POST", "/v1/messages/count_tokens", self._count),
         ]
 
     async def _count(self, http: HttpRequest) -> Response:
-        asked = await decode_body(_ANTHROPIC.read_count, await whole_body(http))
+        asked = await decode_body(self._anthropic.read_count, await whole_body(http))
         check_chat_size(asked, self._engine.tokenizer, context=self._engine.max_context)
-        return json_response(_ANTHROPIC.count(await asyncio.to_thread(self._answering.count, asked)))
+        return json_response(self._anthropic.count(await asyncio.to_thread(self._answering.count, asked)))
 
     async def _answer(self, http: HttpRequest, dialect: ChatDialect) -> Response:
         asked = await decode_body(dialect.read, await whole_body(http))

@@ -1,10 +1,13 @@
 """Builds an engine from its options: model, forward path, tokenizer. Called by the server and by in-process users."""
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from offbeat.data.image_reader import images_for
+from offbeat.data.image_sources import ImageLimits
 from offbeat.data.image_store import ImageStore
 from offbeat.data.tokenizer import load_tokenizer
 from offbeat.engine.batch_invariant import is_invariant
@@ -26,9 +29,13 @@ def load_engine(options: EngineOptions) -> EmbeddedEngine:
 
     Raises:
         ModelError: the model or tokenizer cannot be used, or not with the requested forward path.
+        MissingExtraError: it is to read images, and Pillow is not installed.
     """
-    tokenizer = load_tokenizer(options.tokenizer or options.model)
-    return EmbeddedEngine(load_forward(options), tokenizer, options)
+    tokenizer, forward = load_tokenizer(options.tokenizer or options.model), load_forward(options)
+    if forward.reads_images:
+        store = ImageStore(options.images, most_bytes=options.max_stored_bytes)
+        tokenizer = replace(tokenizer, images=images_for(options.model, store, ImageLimits(in_data=False)))
+    return EmbeddedEngine(forward, tokenizer, options)
 
 
 @torch.inference_mode()

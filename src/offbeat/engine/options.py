@@ -33,7 +33,9 @@ class EngineOptions:
         seed: seed of the engine's own generator, which serves requests without a seed.
         api_key: bearer token that every request must carry; empty for none.
         version: version of the weights in `model`; -1 before a run has published any.
-        images: folder of the images whose ids prompts may hold; empty takes none.
+        images: folder of the images whose ids prompts may hold, in which those of chats are stored; empty takes none.
+        image_files: folder that paths of images in chats may lead to; empty refuses paths.
+        max_stored_bytes: of the images that chats bring; 0 is no bound. See `ImageStore`.
     """
 
     model: str
@@ -57,11 +59,14 @@ class EngineOptions:
     api_key: str = field(default="", repr=False)
     version: Version = 0
     images: str = ""
+    image_files: str = ""
+    max_stored_bytes: int = 0
 
     def __post_init__(self) -> None:
         ones = (
             "max_running", "max_queued", "num_engines", "max_prefill_tokens", "max_prefill_per_round", "max_adapters", "max_adapter_rank")
-        for name, least in (*((name, 1) for name in ones), ("max_context", 0), ("max_cache_bytes", 0), ("version", -1)):
+        for name, least in (*((name, 1) for name in ones), ("max_context", 0), ("max_cache_bytes", 0), ("max_stored_bytes", 0),
+                            ("version", -1)):
             value = getattr(self, name)
             if value < least:
                 raise ConfigError(f"engine option {name} must be >= {least}, got {value}")

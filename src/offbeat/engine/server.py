@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -75,7 +76,8 @@ class EngineServer:
         self._submissions = Submissions(self._loop)
         self._models = ServedModels(self._engine, folder=options.model)
         self._completions = CompletionEndpoints(self._loop, self._submissions, self._models, max_queued=options.max_queued)
-        self._chats = Chats(self._engine, self._submissions, self._models)
+        files = Path(options.image_files) if options.image_files else None
+        self._chats = Chats(self._engine, self._submissions, self._models, image_files=files)
         self._owners = Owners()
         self._pause_by, self._pause_s = "", 0.0  # who paused the engine, and when
         self._http: HttpServer | None = None

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
+from offbeat.agents.environments.results import image_of_mcp
 from offbeat.chat.messages import Tool
+from offbeat.data.image_sources import ImageSource
 from offbeat.errors import CodeError, MissingExtraError, describe
 from offbeat.user_code.boundary import Caught, told_as
 
@@ -57,8 +59,8 @@ class McpServer:
         self._client = None
         self._ended.clear()
 
-    async def call(self, name: str, arguments: str) -> str:
-        """Call a tool.
+    async def call(self, name: str, arguments: str) -> str | list[str | ImageSource]:
+        """Call a tool; returns its text, or its texts and images.
 
         Raises:
             ValueError: the arguments are no JSON object.
@@ -77,8 +79,11 @@ class McpServer:
             if self._client is client:
                 await self.close()
             raise CodeError(f"{self._name} was lost in a call of {name}: {describe(exc)}") from exc
-        parts = [getattr(part, "text", None) or f"[{part.type}]" for part in result.content]
-        text = "\n".join(parts) if parts else json.dumps(result.structured_content)
+        parts = [image_of_mcp(part) or getattr(part, "text", None) or f"[{part.type}]" for part in result.content]
+        texts = [part for part in parts if isinstance(part, str)]
+        if len(texts) < len(parts):
+            return ["Error:", *parts] if result.is_error else parts
+        text = "\n".join(texts) if texts else json.dumps(result.structured_content)
         return f"Error: {text}" if result.is_error else text
 
     async def _hold(self, ready: asyncio.Future[Any]) -> None:

@@ -1,20 +1,22 @@
 """Tools as an environment: it shows the row's prompt, answers the model's calls, and is over when the model answers without a call.
 
 Tools are typed functions, or the public methods of a class in the manner of TRL's `environment_factory`: one instance for each episode,
-`reset(**row)` that may return text to add to the prompt, and an attribute `reward` that is read at the end. An error in a call is told to
-the model, which may try again.
+`reset(**row)` that may return text to add to the prompt, and an attribute `reward` that is read at the end. A tool may return images, alone
+or in a list with texts (`results`). An error in a call is told to the model, which may try again.
 """
 
 import asyncio
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from pydantic import BaseModel
 
 from offbeat.agents.environment import Environment, View
+from offbeat.agents.environments.results import shown_result
 from offbeat.agents.environments.schema import arguments_of, read_arguments, tool_of
+from offbeat.chat.images import Shown, messages_of
 from offbeat.chat.messages import Message, Tool, ToolCall
 from offbeat.data.messages import with_arguments
 from offbeat.data.reward import FailedReward, NamedReward, check_reward
@@ -33,8 +35,8 @@ class ToolServer(Protocol):
 
     async def close(self) -> None: ...
 
-    async def call(self, name: str, arguments: str) -> str:
-        """Call a tool with arguments in JSON, such as '{"city": "Rome"}'; exceptions are told to the model."""
+    async def call(self, name: str, arguments: str) -> Any:
+        """Call a tool with arguments in JSON, such as '{"city": "Rome"}'; returns as functions do. Exceptions are told to the model."""
         ...
 
 
@@ -82,15 +84,16 @@ class _ToolEpisode:
         self._late: list[asyncio.Future[Any]] = []
 
     async def reset(self, row: Row, seed: int) -> View:  # noqa: ARG002 - tools begin the same
-        messages = [Message("user", row.prompt)] if isinstance(row.prompt, str) else [
-            _message(message) for message in row.prompt]
+        given = ({"role": "user", "content": row.prompt},) if isinstance(row.prompt, str) else row.prompt
+        messages = [
+            replace(_message(message), images=shown.images) for message, shown in zip(given, messages_of(row), strict=True)]
         if self._stage.factory is not None:
             self._instance = await call(self._stage.factory)
             self._functions |= {name: getattr(self._instance, name) for name in self._stage.methods}
             added = await call(self._instance.reset, **_fields(row)) if hasattr(self._instance, "reset") else None
             if isinstance(added, str) and added:
                 last = messages[-1]
-                messages[-1] = Message(last.role, f"{last.content}{added}")
+                messages[-1] = Message(last.role, f"{last.content}{added}", images=last.images)
         return View(tuple(messages))
 
     async def step(self, answer: Message) -> View:
@@ -115,23 +118,22 @@ class _ToolEpisode:
 
     async def _tool_message(self, called: ToolCall) -> Message:
         calling = asyncio.ensure_future(self._call(called))
-        result: Any = None
+        shown = Shown()
         try:
             with Caught(passes=(CodeError,)) as caught:  # a lost server is not the model's fault, which reads every other error of a tool
                 if not (await asyncio.wait([calling], timeout=self._stage.timeout_s))[0]:
                     self._late.append(calling)
                     calling.cancel()
-                    result = f"Error: it did not answer within {self._stage.timeout_s:g} s"
+                    shown = Shown(f"Error: it did not answer within {self._stage.timeout_s:g} s")
                 else:
-                    result = calling.result()
+                    shown = shown_result(calling.result())
         except asyncio.CancelledError:
             self._late.append(calling)
             calling.cancel()
             raise
         if (exc := caught.error) is not None:
-            result = f"Error: {exc if type(exc) is ValueError else describe(exc)}"
-        text = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
-        return Message("tool", text, call_id=called.id, name=called.name)
+            shown = Shown(f"Error: {exc if type(exc) is ValueError else describe(exc)}")
+        return Message("tool", shown.text, call_id=called.id, name=called.name, images=shown.images)
 
     async def _call(self, called: ToolCall) -> Any:
         if (server := self._servers.get(called.name)) is not None:
