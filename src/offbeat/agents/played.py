@@ -14,7 +14,7 @@ from offbeat.agents.group import play_group, seed_of
 from offbeat.agents.pool import PlayPool, Seat
 from offbeat.agents.recorder import Recorder
 from offbeat.agents.worker import CloseRequest, OpenRequest, StepRequest
-from offbeat.chat.images import without_images
+from offbeat.chat.image_parts import without_images
 from offbeat.chat.messages import ChatRequest, Message, Reply
 from offbeat.config.agent import AgentConfig
 from offbeat.data.image_sources import MARK

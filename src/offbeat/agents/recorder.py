@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from offbeat.chat.answering import Answering, Chat, check_structure, split_stops
-from offbeat.chat.images import without_images
+from offbeat.chat.image_parts import without_images
 from offbeat.chat.messages import ChatRequest, Message, Reply, Tool
 from offbeat.chat.parsing import AnswerParser
 from offbeat.chat.rendering import Renderer

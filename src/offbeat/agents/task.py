@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from offbeat.chat.images import messages_to_send
+from offbeat.chat.image_parts import messages_to_send
 from offbeat.data.reward import FailedReward, NamedReward, check_reward
 from offbeat.data.row import Row
 from offbeat.errors import shorten

@@ -19,7 +19,7 @@ from offbeat.chat.dialects import (
     tool_of,
     tools_wanted,
 )
-from offbeat.chat.images import ImageRules, is_image, join_parts
+from offbeat.chat.image_parts import ImageRules, is_image, join_parts
 from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Piece, Reply, Said, SaidKind, TokenLogprob, Tool, ToolCall
 from offbeat.chat.shaping import ShapingFields, Structure, structure_of
 from offbeat.data.image_sources import ImageSource

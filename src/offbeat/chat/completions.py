@@ -22,7 +22,7 @@ from offbeat.chat.dialects import (
     tool_of,
     tools_wanted,
 )
-from offbeat.chat.images import ImageRules
+from offbeat.chat.image_parts import ImageRules
 from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Piece, Reply, Role, Said, TokenLogprob, Tool
 from offbeat.config.data import RENDERED
 from offbeat.errors import RefusedError

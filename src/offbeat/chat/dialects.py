@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from offbeat.chat.fields import Api, Surface, check_fields
-from offbeat.chat.images import ImageRules, Shown, check_detail, is_image, join_parts
+from offbeat.chat.image_parts import ImageRules, Shown, check_detail, is_image, join_parts
 from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Piece, Reply, Said, TokenLogprob, Tool, ToolCall
 from offbeat.chat.shaping import ShapingFields, Structure
 from offbeat.data.image_sources import ImageSource

@@ -26,7 +26,7 @@ from offbeat.chat.dialects import (
     tool_of,
     tools_wanted,
 )
-from offbeat.chat.images import ImageRules, Shown
+from offbeat.chat.image_parts import ImageRules, Shown
 from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Piece, Reply, Role, Said, SaidKind, TokenLogprob, Tool, ToolCall
 from offbeat.chat.shaping import structure_of
 from offbeat.errors import RefusedError

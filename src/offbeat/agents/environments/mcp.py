@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from offbeat.agents.environments.results import image_of_mcp
+from offbeat.agents.environments.tool_results import image_of_mcp
 from offbeat.chat.messages import Tool
 from offbeat.data.image_sources import ImageSource
 from offbeat.errors import CodeError, MissingExtraError, describe

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 from pydantic import BaseModel
 
 from offbeat.agents.environment import Environment, View
-from offbeat.agents.environments.results import shown_result
 from offbeat.agents.environments.schema import arguments_of, read_arguments, tool_of
-from offbeat.chat.images import Shown, messages_of
+from offbeat.agents.environments.tool_results import shown_result
+from offbeat.chat.image_parts import Shown, messages_of
 from offbeat.chat.messages import Message, Tool, ToolCall
 from offbeat.data.messages import with_arguments
 from offbeat.data.reward import FailedReward, NamedReward, check_reward

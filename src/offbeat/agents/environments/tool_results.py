@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from offbeat.chat.images import Shown, join_parts
+from offbeat.chat.image_parts import Shown, join_parts
 from offbeat.data.image_memory import as_uris
 from offbeat.data.image_sources import MARK, ImageSource, image_of
 

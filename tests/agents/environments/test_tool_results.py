@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from image_models import file_of, picture
-from offbeat.agents.environments.results import image_of_mcp, shown_result
-from offbeat.chat.images import Shown
+from offbeat.agents.environments.tool_results import image_of_mcp, shown_result
+from offbeat.chat.image_parts import Shown
 from offbeat.data.image_sources import MARK, ImageSource
 
 

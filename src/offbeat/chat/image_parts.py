@@ -6,7 +6,7 @@ folder that the server names.
 
 import base64
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,10 @@ class ImageRules:
             RefusedError: it is neither.
         """
         if isinstance(address, str) and address.startswith("data:"):
-            return _checked(lambda: image_of(address, where))
+            try:
+                return image_of(address, where)
+            except DataError as exc:
+                raise RefusedError(str(exc)) from exc
         if isinstance(address, str) and _ADDRESS.match(address):
             raise RefusedError(f"{where} is the address {shorten(address)}, and nothing is fetched; send a data URI")
         if not isinstance(address, str) or not address or self.files is None:
@@ -102,7 +105,7 @@ def check_detail(detail: object, where: str) -> None:
 
 def messages_of(row: Row) -> list[Message]:
     """Return the prompt of a row of text and images as messages of roles and contents."""
-    given = ({"role": "user", "content": row.prompt},) if isinstance(row.prompt, str) else row.prompt
+    given: Sequence[dict[str, Any]] = ({"role": "user", "content": row.prompt},) if isinstance(row.prompt, str) else row.prompt
     messages, rest = [], list(row.images)
     for each in given:
         count = str(each["content"]).count(MARK) if row.images else 0
@@ -141,10 +144,3 @@ def data_uri(image: ImageSource) -> str:
 def without_images(message: Message, text: str = "[image]") -> Message:
     """Return a message with a text in the places of its images."""
     return replace(message, content=message.content.replace(MARK, text), images=()) if message.images else message
-
-
-def _checked(make: Callable[[], ImageSource]) -> ImageSource:
-    try:
-        return make()
-    except DataError as exc:
-        raise RefusedError(str(exc)) from exc

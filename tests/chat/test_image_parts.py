@@ -8,7 +8,7 @@ import pytest
 
 from offbeat.chat.anthropic import Anthropic
 from offbeat.chat.completions import Completions
-from offbeat.chat.images import ImageRules, check_detail, join_parts, messages_of, messages_to_send, without_images
+from offbeat.chat.image_parts import ImageRules, check_detail, join_parts, messages_of, messages_to_send, without_images
 from offbeat.chat.messages import ChatRequest, Message
 from offbeat.chat.responses import Responses
 from offbeat.data.image_sources import MARK, ImageSource
