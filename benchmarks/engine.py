@@ -41,8 +41,12 @@ SETTLE_S = 1.5
 ONE_THREAD = library_environment(1)
 AS_SERVED = ONE_THREAD | huge_page_environment()
 """Environment of an embedded engine's process, as runs and `offbeat engine` start it."""
-VLLM_ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING"}
-"""Environment of vLLM in one process, whose threads the library's environment counts; its default takes a process more, and a core each."""
+VLLM_ALONE = huge_page_environment() | {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING"}
+"""Environment of vLLM in one process, whose threads the library's environment counts; its default takes a process more, and a core each.
+
+It has the huge pages that our engines have.
+"""
 
 
 def main() -> None:

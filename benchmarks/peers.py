@@ -148,17 +148,19 @@ REASONS = """
 ## Why aims are missed
 
 - Loads above 2 are those of programs that had a lower priority than what was measured, and used the memory beside it.
-- The masks of the AVX2 figures hold for oneDNN, torch and MKL. FBGEMM, by which the embedded engine multiplies in int8 and weighs rows in
-  attention, chooses by itself, so those figures of int8 may be of wider instructions.
+- The AVX2 figures are of masks for oneDNN, torch and MKL, and those of generation and of prompts with known beginnings for FBGEMM, too, by
+  which the embedded engine multiplies in int8 and weighs rows in attention. That mask costs a decode step in float32 3 % of its CPU time
+  (`decode_parts.py`, 8 and 64 rows). Processes of vLLM have huge pages, as engines have.
 - Requests in flight, against vLLM: [the parts of a decode step](engine.md#where-a-decode-step-goes) are the reason. Both sides multiply by
   oneDNN. What is between is called one by one by the embedded engine; vLLM compiles it, with a compiler that a machine need not have here,
   and that this is what it gains is read from its code, not profiled.
 - 8 prompts with 8 samples: with 64 rows, the products of a step take 47 ms in bfloat16, and the prompts 5 ms more for each of 64 steps.
   vLLM took 128 ms in all; half of that leaves 12 ms for attention, which takes 14, sampling, norms and the rest. So twice as fast is not
   in reach.
-- Turns of an agent against the engine before, which had no prefix cache: with AVX2, computing the 26,240 tokens of all prompts takes 61 s,
-  and decoding 23 s, which no cache spares. Of the prompts, 3,840 tokens are new, and take 9 s of the 61. So 32 s are left for any cache;
-  Offbeat takes 30, and the engine before took 78. `turns vs no cache, if prompts took no time` has the share of decoding.
+- Turns of an agent against the engine before, which had no prefix cache: of 99 CPU-s without a cache, decoding takes 25 (`turns vs no
+  cache, if prompts took no time`) and the 26,240 tokens of all prompts 74. 3,840 of them are new and take 11, so 36 CPU-s are left for any
+  cache in float32, where the engine before takes 97: at most 2.7 times. 83 % of a decode step of 8 rows are products, at what oneDNN takes
+  for them alone. With weights in int8, which the engine before could not have, products take less than half.
 - Groups against no cache have nothing to find, and what is kept costs them 4 % of their CPU time in these runs.
 - A GRPO step of SmolLM2-135M against TRL: of 7.9 s with AVX2, training takes 7.4 s, against 8.2 s of TRL's. The engine generates meanwhile
   on the same two cores: 13.0 CPU-s of the 15.9 s that two cores have are used. 2.2 times TRL would be 7.5 s, 0.4 s less.
