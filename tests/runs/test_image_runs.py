@@ -98,17 +98,14 @@ def ask(task):
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("workflow", ["agent", "tool_loop"])
-def test_agents_and_tools_are_trained_on_what_they_were_shown(tmp_path, workflow, capsys):
+def test_agents_are_trained_on_what_they_were_shown(tmp_path, capsys):
     model, rows = make_folder(tmp_path / "model", "smolvlm"), write_rows(tmp_path, 24)
-    (tmp_path / "own.py").write_text(AGENT + "\n\ndef add(a: int) -> int:\n    'Add one.'\n    return a + 1\n")
-    plays = {"agent": [f"--agent.program={tmp_path}/own.py:play"], "tool_loop": [
-        f"--agent.tools=[\"{tmp_path}/own.py:add\"]", "--rollout.reward=tests/support/rewards.py:random_looking"]}[workflow]
+    (tmp_path / "own.py").write_text(AGENT)
     assert main([
         "train", f"--model.path={model}", "--run.name=play", "--run.total_steps=2", f"--run.dir={tmp_path / 'runs'}", f"--data.path={rows}",
         "--data.heldout_size=4", "--evaluate.every_steps=0", "--rollout.max_new_tokens=4", "--inference.max_context=256",
         "--rollout.group_size=4", "--rollout.consumer_batch_size=2", "--rollout.max_head_offpolicyness=0",
-        f"--rollout.workflow={workflow}", *plays]) == 0, capsys.readouterr().err
+        "--rollout.workflow=agent", f"--agent.program={tmp_path}/own.py:play"]) == 0, capsys.readouterr().err
     run = tmp_path / "runs" / "play"
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     trained = [step for step in steps if "train/tokens" in step]
