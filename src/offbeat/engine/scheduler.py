@@ -179,7 +179,7 @@ class Scheduler:
             self.begun = None
             admitted.append(self._waiting.popleft())
             self._needs += [need] * request.n
-        return RoundPrompts(admitted, begun, likely=self._likely())
+        return RoundPrompts(admitted, begun, likely=self._likely() if admitted else (0, 0))
 
     def _likely(self) -> tuple[int, int]:
         """Return the slots and positions of all running samples and of those that wait, if none of them ends before its longest length."""
