@@ -1,10 +1,16 @@
 """What a rank says when the store is silent or gone."""
 
+import socket
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 
-from offbeat.sync.links import SyncPeers, connect
+import pytest
+
+from offbeat.errors import PeerError
+from offbeat.sync.links import SyncPeers, connect, reach
 from offbeat.sync.mesh import host_store
 from offbeat.sync.peers import own_card
 
@@ -48,3 +54,32 @@ def test_a_dead_host_takes_the_store_with_it():
     assert peers.store_gone
     assert peers.store_silent(point="save", timeout_s=2.0, heard=False).kind == "failed"
     assert not peers.host_is_stopped()
+
+
+def test_a_store_of_a_launcher_that_is_gone_is_not_waited_for():
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # it accepts nobody: the launcher is stopped
+        port = taken.getsockname()[1]
+        failed = []
+
+        def join():
+            try:
+                reach("127.0.0.1", port, timeout_s=300, by_launcher=True)
+            except PeerError as exc:
+                failed.append(exc)
+
+        rank = threading.Thread(target=join, daemon=True)
+        rank.start()
+        time.sleep(0.3)
+        assert rank.is_alive()
+    rank.join(timeout=30)
+    assert not rank.is_alive()
+    assert f"the launcher, which served the store at 127.0.0.1:{port}, is gone; start the run again" in str(failed[0])
+
+
+def test_a_store_that_a_rank_is_about_to_host_is_waited_for():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    begun_s = time.monotonic()
+    with pytest.raises(Exception, match="no store answered"):
+        reach("127.0.0.1", port, timeout_s=1)
+    assert time.monotonic() - begun_s >= 0.9

@@ -40,15 +40,17 @@ _RESOLVE_S = 0.5
 """Interval between two look-ups of a host name that has no address."""
 
 
-def reach(host: str, port: int, *, timeout_s: float, server: Card | None = None) -> dist.TCPStore:
+def reach(host: str, port: int, *, timeout_s: float, server: Card | None = None, by_launcher: bool = False) -> dist.TCPStore:
     """Connect to the store at `host`:`port`; `server`, if known, is the rank that serves it.
+
+    A launcher's store is there before its ranks are, so one that refuses connections is gone, and is not waited for.
 
     Torch's own timeout does not hold while the store's host is stopped, so its constructor runs in a thread that may be abandoned. A host
     name without an address is looked up again, with a warning, because a machine that is starting may get its address later.
 
     Raises:
         DeadlineError: the store does not answer within `timeout_s` seconds; a SyncTimeout where its host is stopped.
-        PeerError: its host is dead.
+        PeerError: its host is dead, or the launcher that served it.
     """
     clients: queue.SimpleQueue[dist.TCPStore | dist.DistError | OffbeatError] = queue.SimpleQueue()
 
@@ -69,6 +71,10 @@ def reach(host: str, port: int, *, timeout_s: float, server: Card | None = None)
                 if isinstance(client, dist.TCPStore):
                     return client
                 failed = client if isinstance(client, OffbeatError) else None
+                break
+            if by_launcher and _refuses(host, port):
+                text = f"the launcher, which served the store at {host}:{port}, is gone; start the run again"
+                failed = SyncVerdict("failed", text).to_error("join")
                 break
     error = failed or _unreachable(f"{host}:{port}", timeout_s=timeout_s, server=server)
     _log.error("%s", error)
@@ -94,6 +100,16 @@ def _wait_for_address(host: str, *, timeout_s: float) -> None:
         if attempt == 0:
             _log.warning("%s; it is asked for again for %g s", problem, timeout_s)
         time.sleep(_RESOLVE_S)
+
+
+def _refuses(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=_LOOK_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # slow, or without an address yet
+        return False
+    return False
 
 
 def _is(server: Card | None, kind: str) -> bool:

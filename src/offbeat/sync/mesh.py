@@ -155,14 +155,14 @@ def host_store(timeout_s: float, *, host: str = "127.0.0.1", port: int = 0) -> H
         host, port, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def connect_store(host: str, port: int, *, timeout_s: float, server: Card | None = None) -> dist.TCPStore:
-    """Connect to the store at `host`:`port`; `server`, if known, is the rank that serves it.
+def connect_store(host: str, port: int, *, timeout_s: float, server: Card | None = None, by_launcher: bool = False) -> dist.TCPStore:
+    """Connect to the store at `host`:`port`; `server`, if known, is the rank that serves it, unless torchrun does (`by_launcher`).
 
     Raises:
         DeadlineError: no store answers there within `timeout_s` seconds; a SyncTimeout where the server is stopped.
         PeerError: the server is dead.
     """
-    return reach(host, port, timeout_s=timeout_s, server=server)
+    return reach(host, port, timeout_s=timeout_s, server=server, by_launcher=by_launcher)
 
 
 _syncs: list[Sync] = []
