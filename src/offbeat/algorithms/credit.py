@@ -131,10 +131,7 @@ def gae(
 
 
 def length_lambdas(num_tokens: np.ndarray, *, alpha: float) -> np.ndarray:
-    """Return [N] float64, max(0, 1 - 1 / (alpha n)) for n trained tokens, e.g. 0.8 for alpha = 0.05 and n = 100.
-
-    Source: VAPO, arXiv:2504.05118.
-    """
+    """Return [N] float64, max(0, 1 - 1 / (alpha n)) for n trained tokens, e.g. 0.8 for alpha = 0.05, n = 100 (VAPO, arXiv:2504.05118)."""
     return np.maximum(0.0, 1.0 - 1.0 / (alpha * np.maximum(num_tokens, 1)))
 
 
@@ -153,7 +150,6 @@ def whitened_sequences(values: np.ndarray, *, counted: np.ndarray, episodes: np.
     """Return [N] float64, (values - mean) / (std + 1e-6) over the counted rows of a batch; 0 for others, and if all are equal.
 
     Args:
-        values: [N] float64, one per row.
         counted: [N] bool, those that have a reward.
         episodes: [N] integers, the episode of each row, which counts once; None is one for each.
 

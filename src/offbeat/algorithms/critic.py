@@ -17,11 +17,8 @@ from offbeat.data.batch import Batch
 def with_end_targets(batch: Batch) -> tuple[Batch, np.ndarray]:
     """Add a target after the last token of each sequence that was cut off, for the critic's value there.
 
-    Args:
-        batch: has the sequence column `truncated`, [N] int64, such as [0, 1].
-
-    Returns:
-        The batch, with `loss_weights` as its only column, and a mask of the targets that were added, [M + number of truncated] bool.
+    The batch has the sequence column `truncated`, [N] int64, such as [0, 1]. Returned are the batch with `loss_weights` as its only column,
+    and a mask of the targets that were added, [M + number of truncated] bool.
     """
     cut_off = np.flatnonzero(batch.sequences["truncated"])
     positions = np.concatenate([batch.positions, batch.offsets[cut_off + 1] - 1])
@@ -72,11 +69,7 @@ def with_values(
 
 
 def critic_batch(batch: Batch, *, value_clip: float) -> Batch:
-    """Return the critic's batch, from one of `with_values`; its loss is the mean over all targets.
-
-    Args:
-        value_clip: as in `config.critic`.
-    """
+    """Return the critic's batch, from one of `with_values`; its loss is the mean over all targets."""
     weights = np.full(batch.num_targets, 1 / max(batch.num_targets, 1), np.float32)
     return replace(
         batch, columns={"loss_weights": weights, "values": batch.columns["values"], "returns": batch.columns["returns"]},

@@ -120,11 +120,7 @@ class Turns:
 
     @classmethod
     def of(cls, episodes: Episodes, num_trained: np.ndarray) -> Self:
-        """List the turns of all trajectories.
-
-        Args:
-            num_trained: [N], trained tokens of each trajectory; 0 for one that is left out of the loss.
-        """
+        """List the turns of all trajectories, with `num_trained` [N] trained tokens each: 0 for one that is left out of the loss."""
         parts, orders, rewards, states, of_tokens = [], [], [], [], []
         known: dict[tuple[int, str], int] = {}
         for t, part, trained in zip(episodes.trajectories, episodes.part_ids.tolist(), num_trained.tolist(), strict=True):

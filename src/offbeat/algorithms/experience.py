@@ -143,9 +143,7 @@ def with_scores(batch: Batch, scores: Mapping[str, np.ndarray], config: Algorith
 def reference_stats(batch: Batch) -> StatsPart:
     """Collect the divergence that `kl_target` steers by, which adds up over the processes that drew a part of the batch.
 
-    Args:
-        batch: has the column `ref_logprobs`. Differences from `rollout_logprobs` are limited to 20; targets of which one is not finite are
-            left out.
+    Differences of the columns `rollout_logprobs` and `ref_logprobs` are limited to 20; targets of which one is not finite are left out.
     """
     gaps = batch.columns["rollout_logprobs"].astype(np.float64) - batch.columns["ref_logprobs"]
     tracker = StatsTracker()
@@ -154,13 +152,9 @@ def reference_stats(batch: Batch) -> StatsPart:
 
 
 def sft_batch(sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> Batch:
-    """Make a batch whose loss is the mean negative log-likelihood over all tokens in the loss masks.
+    """Make a batch whose loss is the mean negative log-likelihood over all tokens in the loss masks; no prompt is shared.
 
-    Args:
-        sequences: pairs of tokens [L] int32 and loss_mask [L] bool, as `sft_sequence` returns them.
-
-    Returns:
-        A batch of cross-entropy, whose weights average over all of its targets; no prompt is shared.
+    `sequences` are pairs of tokens [L] int32 and loss_mask [L] bool, as `sft_sequence` returns them.
     """
     trained = _concatenate([mask for _, mask in sequences], np.bool_)
     num_targets = int(trained.sum())
@@ -173,9 +167,7 @@ def split_minibatches(batch: Batch, num_minibatches: int, *, seed: int) -> list[
     """Deal the groups of a batch at random into minibatches, one for each optimizer step; groups stay whole.
 
     Loss weights do not change: the losses of the minibatches add up to the loss of the batch. The trainer scales each step by their number.
-
-    Returns:
-        `num_minibatches` batches, fewer if there are fewer groups; their numbers of groups differ by at most 1.
+    There are fewer than `num_minibatches` if there are fewer groups; their numbers of groups differ by at most 1.
     """
     groups = np.unique(batch.group_ids)
     count = max(min(num_minibatches, len(groups)), 1)
@@ -226,12 +218,10 @@ def batch_stats(groups: Sequence[Group], *, version: Version, config: AlgorithmC
 
 
 def batch_metrics(parts: Sequence[StatsPart]) -> dict[str, float]:
-    """Compute the metrics of a batch from the `batch_stats` of all processes that drew a part of it.
+    """Compute the metrics of a batch, such as {"reward/mean": 0.25}, from the `batch_stats` of all processes that drew a part of it.
 
-    Returns:
-        Metrics by name, such as {"reward/mean": 0.25, "rollout/truncated_share": 0.0}. Means and shares are over episodes, except shares of
-        groups. Those over no episode are left out, and those of turns, trajectories and malformed calls where each episode was a single
-        turn at most.
+    Means and shares are over episodes, except shares of groups. Those over no episode are left out, and those of turns, trajectories and
+    malformed calls where each episode was a single turn at most.
     """
     metrics = combine(parts).values()
     if all(metrics.get(name, 0.0) <= most for name, most in _SINGLE_TURN.items()):

@@ -30,10 +30,9 @@ def keeps_groups(batch: Batch) -> bool:
 def reads_of(loss: LossSpec) -> tuple[str, ...]:
     """Return the columns that a loss reads besides `loss_weights`, such as ("rollout_logprobs", "advantages"), and "entropy".
 
-    The trainer computes the entropy in its own pass.
-    The trainer computes `prox_logprobs` itself, under the weights at the start of a step, if the step has several updates; with one update
-    they are those of its own forward pass. `algorithms.selection.choose_tokens` gives `m2_mask`, `detach_mask` and `kl_cov_mask`. A loss
-    over a run's own samples does not need `ratio_mask`: all of its targets count.
+    The trainer computes the entropy in its own pass. It computes `prox_logprobs`, under the weights at the start of a step, if the step has
+    several updates; with one update they are those of its own forward pass. `algorithms.selection.choose_tokens` gives `m2_mask`,
+    `detach_mask` and `kl_cov_mask`. A loss over a run's own samples does not need `ratio_mask`: all of its targets count.
     """
     objective = objective_of(loss.name)
     anchor = "prox_logprobs" if loss.anchor == "prox" else "rollout_logprobs"
@@ -50,11 +49,7 @@ def reads_of(loss: LossSpec) -> tuple[str, ...]:
 
 
 def policy_loss(config: AlgorithmConfig) -> LossSpec:
-    """Return the loss of reinforcement learning that [algorithm] describes.
-
-    Raises:
-        ConfigError: the objective has no such constant, or a value is out of bounds.
-    """
+    """Return the loss that [algorithm] describes. Raises ConfigError if its objective has no such constant, or a value is out of bounds."""
     terms = [
         *([RegulariserSpec(config.kl_loss, config.kl_coefficient)] if config.kl_loss != "none" else []),
         RegulariserSpec("entropy", config.entropy_coefficient), RegulariserSpec("drift", config.drift_coefficient),

@@ -86,10 +86,7 @@ def sample_groups(episodes: Episodes, rewards: np.ndarray, *, lengths: np.ndarra
 
 
 def own_advantages(name: str, groups: SampleGroups, constants: Mapping[str, Any]) -> np.ndarray:
-    """Return a user's advantages of all M trained tokens, [M] float64, sample by sample.
-
-    Args:
-        name: "path/to/file.py:function" or "module:function", e.g. "my_credit.py:my_credit".
+    """Return the advantages of all M trained tokens, [M] float64, sample by sample, by a function such as "my_credit.py:my_credit".
 
     Raises:
         CodeError: there is no such function.

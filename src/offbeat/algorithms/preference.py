@@ -38,13 +38,10 @@ class PairEvaluation:
 
 
 def pair_batch(pairs: Sequence[EncodedPair], loss: LossSpec, *, ref_logprobs: np.ndarray | None = None) -> Batch:
-    """Make a batch whose loss is the mean over its groups, which are pairs, or for kto single answers.
+    """Make a batch whose loss is the mean over its P groups, which are pairs, or for kto single answers.
 
-    Args:
-        ref_logprobs: [M] float32 of all answer tokens in order, for losses that read them.
-
-    Returns:
-        A batch with a target for each answer token; one of a group with n targets, of P groups, weighs 1 / (P n).
+    It has a target for each answer token; one of a group with n targets weighs 1 / (P n). Losses that read them need `ref_logprobs`
+    [M] float32, of all answer tokens in order.
     """
     sequences = [sequence for pair in pairs for sequence in pair.sequences]
     sizes = [len(pair.sequences) for pair in pairs]

@@ -25,20 +25,14 @@ class RewardEvaluation:
     reward: float
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics by name."""
         return {"eval/accuracy": self.accuracy, "eval/margin_mean": self.margin, "eval/reward_mean": self.reward}
 
 
 def reward_batch(pairs: Sequence[EncodedPair], *, centring: float) -> Batch:
-    """Make a batch whose loss is the mean over P pairs.
+    """Make a batch whose loss is the mean over P pairs, each of a chosen answer, then a rejected one; `centring` is the loss's constant.
 
-    Args:
-        pairs: each of a chosen answer, then a rejected one.
-        centring: constant of the loss.
-
-    Returns:
-        A batch of 2 P sequences with one target each, at its last token, which weighs 1 / (2 P). Only its value is used; as a token to
-        predict, a target is meaningless.
+    It has 2 P sequences with one target each, at its last token, which weighs 1 / (2 P). Only its value is used; as a token to predict, a
+    target is meaningless.
     """
     texts = [tokens for pair in pairs for tokens, _ in pair.sequences]
     offsets = bounds([len(text) for text in texts])

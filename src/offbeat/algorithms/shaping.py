@@ -42,10 +42,7 @@ def shaped_rewards(
 def overlong_penalties(lengths: np.ndarray, *, max_new_tokens: int, buffer_share: float, largest: float) -> np.ndarray:
     """Return [N] float64, penalties that rise from 0 to `largest` over the last `buffer_share` of `max_new_tokens`, and no further.
 
-    Args:
-        lengths: [N], tokens of answers; e.g. 90 of 100 gives half of `largest` with a `buffer_share` of 0.2.
-
-    Source: soft overlong punishment, DAPO, arXiv:2503.14476 section 3.4.
+    For example 90 tokens of 100 give half of `largest` with a `buffer_share` of 0.2. Source: DAPO, arXiv:2503.14476 section 3.4.
     """
     buffer = buffer_share * max_new_tokens
     if not buffer:
@@ -54,14 +51,10 @@ def overlong_penalties(lengths: np.ndarray, *, max_new_tokens: int, buffer_share
 
 
 def length_penalties(rewards: np.ndarray, *, group_ids: np.ndarray, num_generated: np.ndarray) -> np.ndarray:
-    """Return [N] float64, the group's mean reward times the trajectory's share of the group's longest answer.
+    """Return [N] float64, the group's mean reward times the trajectory's share of the group's longest answer, as in prime-rl.
 
-    In a group with a mean reward of 0.5, for example, answers of 10 and 20 tokens give [0.25, 0.5].
-
-    Args:
-        rewards: [N] float64; those that are not finite count in no mean.
-
-    Source: prime-rl.
+    In a group with a mean reward of 0.5, for example, answers of 10 and 20 tokens give [0.25, 0.5]. Rewards [N] that are not finite count
+    in no mean.
     """
     _, group = np.unique(group_ids, return_inverse=True)
     num_groups, finite = int(group.max(initial=-1)) + 1, np.isfinite(rewards)

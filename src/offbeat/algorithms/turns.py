@@ -67,11 +67,9 @@ def reward_range(group: Group, config: AlgorithmConfig) -> float:
 
 
 def _compared(turns: Turns, episodes: Episodes, config: AlgorithmConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Return two ids of each turn: of the turns that it is compared with, and of those that count once together.
+    """Return two ids of each turn, [C] int64: of the turns that it is compared with, -1 for none, and of those that count once together.
 
-    Returns:
-        [C] int64, turns with equal ids are compared with each other, and those with -1 with none; [C] int64, those with equal ids count
-        once: the turns of an episode, but every turn in a state.
+    The latter are the turns of an episode, but every turn in a state counts by itself.
     """
     compared = episodes.compared(by_agent=config.agent_baselines)[turns.parts]
     most = int(compared.max(initial=0)) + 1

@@ -28,11 +28,7 @@ class UnknownAdapterError(RefusedError):
 
 @dataclass(eq=False)
 class HeldAdapter:
-    """One adapter under its name.
-
-    Attributes:
-        leaving: it was unloaded, and is dropped as soon as no request uses it.
-    """
+    """One adapter under its name; if it is `leaving`, it was unloaded, and is dropped as soon as no request uses it."""
 
     folder: str
     adapter: Adapter
@@ -79,8 +75,7 @@ class EngineAdapters:
     def has(self, name: str, folder: str) -> bool:
         """Whether the adapter is held already; if it was being unloaded, it stays.
 
-        Raises:
-            RefusedError: the name is not valid, or is bound to another folder.
+        Raises RefusedError if the name is not valid, or is bound to another folder.
         """
         if not 0 < len(name) <= MAX_NAME:
             raise RefusedError(f"an adapter's name has 1 to {MAX_NAME} characters, got {name[:MAX_NAME]!r}")
@@ -159,11 +154,7 @@ class EngineAdapters:
     # -- use ---------------------------------------------------------------------------------------------------------------------------
 
     def use(self, name: str) -> None:
-        """Mark an adapter as most recently used; the empty name is the base model.
-
-        Raises:
-            UnknownAdapterError: the adapter is not held, or is being unloaded.
-        """
+        """Mark an adapter as most recently used; "" is the base model. Raises UnknownAdapterError if it is not held, or is unloaded."""
         if not name:
             return
         held = self._held.get(name)
@@ -180,14 +171,9 @@ class EngineAdapters:
         return [self._held[name].adapter if name else None for name in names]
 
     def rows(self, names: Sequence[str], *, repeat: int = 1) -> AdapterRows | None:
-        """Return the adapters of a batch's rows.
+        """Return the adapter of each of a batch's rows, `repeat` rows for each name; None where all sequences use the base model.
 
-        Args:
-            names: adapter of each sequence; all must be placed. Empty for the base model.
-            repeat: number of rows per sequence.
-
-        Returns:
-            The adapter of each row, or None where all sequences use the base model.
+        Adapters must be placed; the empty name is the base model.
         """
         if not any(names):
             return None

@@ -223,9 +223,7 @@ class Answer:
 def _offsets(ids: Sequence[int], tokenizer: Tokenizer, offset: int, *, after: Sequence[int] = ()) -> list[int]:
     """Return the offset in characters at which each token's text begins, such as [0, 5, 9]; tokens of one character share its offset.
 
-    Args:
-        offset: offset of the first token.
-        after: tokens of the preceding text, as `TextStream` takes them.
+    The first is at `offset`; `after` are tokens of the preceding text, as `TextStream` takes them.
     """
     stream, offsets = TextStream(tokenizer, after=after), []
     for token in ids:

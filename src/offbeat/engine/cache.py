@@ -310,7 +310,6 @@ class DecodeStep:
     """One new position for each of the slots 0..B-1; values that all layers share are computed once.
 
     Attributes:
-        shape: the cache's shape.
         positions: [B] int64, position of the new token, which equals the number of positions cached before it.
         width: number of positions that attention reads, a multiple of `BUCKET`.
         room: number of positions that each slot of the cache has.

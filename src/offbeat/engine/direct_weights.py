@@ -45,8 +45,7 @@ class Origin:
 class DirectWeights:
     """All weights of one version; immutable, so that a reader on another thread sees a consistent version.
 
-    Attributes:
-        origin: None where the matrices have all numbers of the weights.
+    `origin` is None where the matrices have all numbers of the weights.
     """
 
     embed: Tensor

@@ -47,7 +47,6 @@ class EmbeddedEngine:
     """One model, its cache and its running samples.
 
     Attributes:
-        tokenizer: the model's tokenizer.
         adapters: the adapters that requests may name.
         grammars: compiles the structures of answers, on any thread.
         version: version of the weights being served.
@@ -329,7 +328,6 @@ class EmbeddedEngine:
         return events
 
     def resume(self) -> None:
-        """Resume stepping."""
         self.paused = False
 
     @property
@@ -340,13 +338,8 @@ class EmbeddedEngine:
     def sleep(self, *, keep_weights: bool) -> None:
         """Stop stepping and scoring, and free the memory of the cache and of the weights; requests wait.
 
-        The next switch wakes it. Samples in flight go on from there, with their cache recomputed.
-
-        Args:
-            keep_weights: keep the weights in host memory, so that `wake` can bring them back.
-
-        Raises:
-            EngineError: a switch is draining.
+        The next switch wakes it, or, with `keep_weights`, which keeps the weights in host memory, `wake`. Samples in flight go on from
+        there, with their cache recomputed. Raises EngineError if a switch is draining.
         """
         if self._pending is not None:
             raise EngineError(f"a switch to version {self._pending.version} is draining; wait for it before it is put to sleep")
@@ -440,8 +433,7 @@ class EmbeddedEngine:
     def fingerprinter(self) -> tuple[Version, Callable[[], str]]:
         """Return the live version and a function that computes the fingerprint of its weights, on any thread.
 
-        Raises:
-            EngineError: it sleeps.
+        Raises EngineError if it sleeps.
         """
         if self.asleep:
             raise EngineError("it sleeps, and its memory is free for others; wake it, or switch to a version")
@@ -457,8 +449,7 @@ class EmbeddedEngine:
     def score(self, tokens: Sequence[int], *, adapter: str = "") -> tuple[Version, list[float]]:
         """Score tokens at temperature 1 in this thread, ahead of everything that waits.
 
-        Returns:
-            The live version, and the log-probability of each token after the first.
+        Returns the live version, and the log-probability of each token after the first.
 
         Raises:
             RefusedError: there are fewer than two tokens or too many, one is outside the vocabulary, or the adapter is not held.

@@ -129,8 +129,7 @@ class Forward(Protocol):
 def checked_tensor(state: Mapping[str, Tensor], name: str, *, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Check a tensor of a state, such as [V, H], convert it and copy it to the device. A file behind it is read now, not during a switch.
 
-    Raises:
-        ModelError: the tensor is missing or has another shape.
+    Raises ModelError if the tensor is missing or has another shape.
     """
     if name not in state:
         raise ModelError(f"weights lack the tensor {name!r}; publish every tensor of the model under its Hugging Face name")
@@ -154,10 +153,8 @@ def bytes_of(tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, np.nd
 def check_forward(forward: Forward, reference: Tensor | None = None) -> None:
     """Prove that a full forward pass agrees with transformers' own, and decoding from the cache with a full forward pass.
 
-    Both must agree within the rounding noise of this model in its number format.
-
-    Args:
-        reference: [L, V], transformers' logits after `ordinary_tokens`; None skips that comparison.
+    Both must agree within the rounding noise of this model in its number format. `reference` [L, V] are transformers' logits after
+    `ordinary_tokens`; None skips that comparison.
 
     Raises:
         ModelError: they differ, because the model computes something, or keeps state, that the forward path does not.
@@ -184,11 +181,8 @@ def check_forward(forward: Forward, reference: Tensor | None = None) -> None:
 def check_quantised(forward: Forward, reference: Tensor) -> None:
     """Prove that the quantised form of a model is still that model, and that decoding from the cache agrees with a full forward pass.
 
-    Args:
-        reference: [L, V], transformers' logits after `ordinary_tokens`.
-
-    Raises:
-        ModelError: the difference is more than `QUANTISED_TOLERANCE`.
+    Raises ModelError if they differ by more than `QUANTISED_TOLERANCE` from `reference` [L, V], transformers' logits after
+    `ordinary_tokens`.
     """
     tokens = ordinary_tokens(forward.vocab_size)
     own = reference[_CHECK_PROMPT - 1 :].float().log_softmax(-1)

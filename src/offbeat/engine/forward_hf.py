@@ -40,8 +40,7 @@ S = TypeVar("S", PrefillStep, DecodeStep)
 class ScoreStep:
     """A pass over whole sequences that stores nothing.
 
-    Attributes:
-        seen: the position up to which each token attends, [N, L] int64, which may be a later one; None is causal.
+    Tokens attend up to the positions `seen` [N, L] int64, which may be later ones; None is causal.
     """
 
     seen: Tensor | None = None
@@ -318,8 +317,7 @@ def _find_cache_shape(
 ) -> CacheShape:
     """Find the shape of the keys and values that the layers store for a token, and of its routes, by running one token.
 
-    Raises:
-        ModelError: a layer is no attention that the slot cache can hold.
+    Raises ModelError if a layer is no attention that the slot cache can hold.
     """
     name, seen = type(model).__name__, ShapeStep()
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)

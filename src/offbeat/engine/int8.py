@@ -63,11 +63,7 @@ class Int8Weight:
 
 @dataclass(frozen=True)
 class Kernel(ABC):
-    """How this machine multiplies int8 matrices.
-
-    Attributes:
-        top: largest activation, `WIDE` or `NARROW`.
-    """
+    """How this machine multiplies int8 matrices, with activations up to `top`, `WIDE` or `NARROW`."""
 
     top: int = WIDE
 
@@ -130,8 +126,7 @@ class Int8Matrix:
     def __init__(self, weight: Tensor, factors: Tensor, kernel: Kernel) -> None:
         """Quantise and pack a matrix [O, I] of any float dtype; input i is divided by factors[i], [I] float32.
 
-        Raises:
-            ModelError: what was packed is not the quantised matrix.
+        Raises ModelError if what was packed is not the quantised matrix.
         """
         scaled = weight * factors
         self._packed = kernel.pack(Int8Weight.of(scaled))
@@ -180,19 +175,14 @@ class Int8Matrices:
     def __init__(self, ranges: Mapping[str, Tensor]) -> None:
         """`ranges` has the largest size of each input that a matrix was seen to have, [I], such as of "0.qkv" or "head".
 
-        Raises:
-            ModelError: this machine multiplies no int8 matrices; see `find_kernel`.
+        Raises ModelError as `find_kernel`.
         """
         self._ranges = ranges
         self._kernel = find_kernel()
         self._factors: dict[str, Tensor] = {}
 
     def make(self, name: str, weight: Tensor) -> Int8Matrix:
-        """Quantise and pack the matrix of this name, [O, I] of any float dtype.
-
-        Raises:
-            ModelError: see `Int8Matrix`.
-        """
+        """Quantise and pack the matrix of this name, [O, I] of any float dtype. Raises ModelError as `Int8Matrix`."""
         if name not in self._factors:
             self._factors[name] = input_factors(self._ranges[name], weight)
         return Int8Matrix(weight, self._factors[name], self._kernel)
@@ -212,11 +202,7 @@ def input_factors(ranges: Tensor, weight: Tensor) -> Tensor:
 
 @cache
 def find_kernel() -> Kernel:
-    """Return the quickest kernel that multiplies exactly here, with as many bits for activations as it has room for.
-
-    Raises:
-        ModelError: none does.
-    """
+    """Return the quickest kernel that multiplies exactly here, with as many bits for activations as it can, or raise ModelError."""
     reasons = []
     for kernel in KERNELS:
         try:

@@ -42,8 +42,7 @@ def load_engine(options: EngineOptions) -> EmbeddedEngine:
 def load_forward(options: EngineOptions) -> Forward:
     """Load a model on this process's device with the forward path that suits it, and check it.
 
-    Raises:
-        ModelError: the model cannot be loaded, or the path's results differ from transformers' own code.
+    Raises ModelError if the model cannot be loaded, or the path's results differ from transformers' own code.
     """
     model = load_causal_lm(options.model, dtype=options.dtype, attention=None)
     place: dict[str, Any] = {"dtype": getattr(torch, options.dtype), "device": current_platform.device}

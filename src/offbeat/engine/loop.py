@@ -71,7 +71,6 @@ class EngineLoop:
         self.call(lambda: self.engine.submit(request)).add_done_callback(lambda done: self._refuse(request, done.exception()))
 
     def abort(self, request_id: str) -> None:
-        """Drop a request and return at once."""
         self.call(lambda: self.engine.abort(request_id))
 
     def call(self, function: Callable[[], T]) -> "Future[T]":
@@ -95,8 +94,7 @@ class EngineLoop:
     def hold_version(self, version: Version, source: VersionSource, broadcast: str = "") -> None:
         """Load or receive a version's weights in the calling thread, while the engine keeps stepping, and hold them as `version`. Blocks.
 
-        Raises:
-            ModelError, EngineError: as for `EmbeddedEngine.prepare`; the live weights continue to serve.
+        Errors are those of `EmbeddedEngine.prepare`; the live weights continue to serve.
         """
         if not self.call(lambda: self.engine.is_staged(version, source)).result():
             live = self.call(lambda: self.engine.base_for(source.folder)).result()
@@ -109,8 +107,7 @@ class EngineLoop:
     def hold_adapter(self, name: str, folder: str) -> None:
         """Load a PEFT folder in the calling thread, while the engine keeps stepping, and hold it as `name`. Blocks.
 
-        Raises:
-            RefusedError, ModelError, BusyError: as for `EngineAdapters.read` and `EngineAdapters.add`.
+        Errors are those of `EngineAdapters.read` and `EngineAdapters.add`.
         """
         adapters = self.engine.adapters
         if not self.call(lambda: adapters.has(name, folder)).result():

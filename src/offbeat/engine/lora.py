@@ -167,11 +167,7 @@ def _copy(matrix: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Piece:
-    """Segments of equal length for a run of adjacent slots, computed by one batched product.
-
-    Attributes:
-        rows: range of the gathered rows, `length` of them for each slot.
-    """
+    """Segments of equal length for adjacent slots, computed by one batched product: `length` of the gathered `rows` for each slot."""
 
     slots: slice
     rows: slice
@@ -238,9 +234,7 @@ def segment(slots: np.ndarray, *, fixed: bool = False) -> GatheredSegments:
 def _in_segments(order: np.ndarray, *, used: np.ndarray, counts: np.ndarray) -> GatheredSegments:
     """Gather rows in segments of `FIXED_ROWS`.
 
-    Args:
-        order: [M] int64, the batch rows with an adapter, by slot.
-        used, counts: [S] int64, the slots and their numbers of rows.
+    `order` [M] int64 are the batch rows with an adapter, by slot; `used` and `counts` [S] int64 the slots and their numbers of rows.
     """
     index, padding, slot, pieces = [], [], [], []
     for own, rows in zip(used.tolist(), np.split(order, np.cumsum(counts)[:-1]), strict=True):
@@ -256,13 +250,9 @@ def _in_segments(order: np.ndarray, *, used: np.ndarray, counts: np.ndarray) -> 
 
 
 def shared_length(counts: np.ndarray) -> int:
-    """Choose the common segment length with the lowest cost of padding and products.
+    """Choose the common segment length with the lowest cost of padding and products, one of the `counts` [N] int64 of rows of each slot.
 
-    Args:
-        counts: [N] int64, rows of each slot, at least 1.
-
-        Returns:
-            One of the counts; rows of a slot beyond it are computed separately.
+    Rows of a slot beyond it are computed separately.
     """
     lengths = np.unique(counts)[:, None]
     above = np.maximum(counts - lengths, 0)
@@ -273,8 +263,7 @@ def shared_length(counts: np.ndarray) -> int:
 class AdapterRows:
     """The adapters of a batch's rows; made anew when rows come or go, and used for all steps and layers in between.
 
-    Attributes:
-        reached: the groups of layers in which adapters have taken part; a caller may empty it before a forward pass.
+    `reached` are the groups of layers in which adapters have taken part; a caller may empty it before a forward pass.
     """
 
     def __init__(self, stack: AdapterStack, slots: np.ndarray, *, fixed: bool = False) -> None:
@@ -291,12 +280,7 @@ class AdapterRows:
         self._of_blocks: dict[tuple[int, ...], tuple[Tensor | None, Tensor]] = {(0,): (None, self._index)}
 
     def add(self, group: str, x: Tensor, y: Tensor) -> None:
-        """Add the adapters' contribution to the output of a group of layers.
-
-        Args:
-            x: [N, inputs], the layers' input.
-            y: [N, outputs], contiguous, changed in place.
-        """
+        """Add the adapters' contribution, from the input x [N, inputs] of a group of layers, to its output y [N, outputs], contiguous."""
         weights = self._stack.weights(group)
         if weights is None:
             return
@@ -335,9 +319,6 @@ class AdapterRows:
 
     def _find_blocks(self, layer: tuple[int, ...]) -> tuple[Tensor | None, Tensor]:
         """Find the rows that the blocks of a group multiply and where their products belong, ordered by slot, then block, then row.
-
-        Args:
-            layer: see `GroupWeights`.
 
         Returns:
             source: [M * blocks] int64, rows of the product with A, seen as [M * layers, rank]; None where both are the same.

@@ -24,11 +24,9 @@ class EngineOptions:
             memory, divided among `num_engines`, or half of the free memory of the engine's accelerator.
         prefix_caching: keep keys and values of samples that have ended, in an eighth of the cache at most; see `prefixes`.
         batch_invariant: whether a token's numbers are the same bits in every batch; "auto" where they can be, see `batch_invariant`.
-        num_engines: engines that share the machine's memory.
         max_prefill_tokens: prompt tokens computed in one round while nothing decodes, and in one batch, padding included.
         max_prefill_per_round: prompt tokens computed in one round beside samples that decode; a longer prompt takes several rounds.
         max_adapters: LoRA adapters held at once; to make room, the least recently used that no request uses is evicted.
-        max_adapter_rank: largest rank of an adapter.
         stall_timeout_s: seconds without computing after which a step counts as hung; see `stall.StepWatch`.
         seed: seed of the engine's own generator, which serves requests without a seed.
         api_key: bearer token that every request must carry; empty for none.

@@ -13,14 +13,11 @@ from offbeat.sync.broadcast import Held, receive
 def receive_weights(
     address: str, *, device: torch.device, live: str = "", tensors: Callable[[], Mapping[str, Tensor]] = dict,
 ) -> dict[str, Tensor] | None:
-    """Receive weights offered at `address`; see `offbeat.sync.broadcast.receive`.
+    """Receive weights offered at `address`; see `offbeat.sync.broadcast.receive`. Raises EngineError if they were not received.
 
     Args:
         live: folder of the weights in use, to which changes are enough; empty if whole weights are wanted.
         tensors: returns the weights in use by their published names, such as "lm_head.weight" [V, H]; they are not modified.
-
-    Raises:
-        EngineError: the weights were not received; the message says why.
     """
     def change(changes: dict[str, Tensor]) -> dict[str, Tensor] | None:
         state = dict(tensors())

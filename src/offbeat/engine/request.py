@@ -93,7 +93,6 @@ class Request:
     Attributes:
         id: unique among requests in the engine.
         prompt: token ids, at least one.
-        n: number of samples.
         adapter: name of the LoRA adapter that generates; empty for the base model.
         stream: answer after every decode step instead of once.
         num_begun: number of tokens at the end of the prompt that are the sample's own, of an earlier request. Its random numbers and its
@@ -129,11 +128,7 @@ class Request:
         return self.prompt[len(self.prompt) - self.num_begun :]
 
     def check(self, *, vocab_size: int, max_context: int, max_running: int, images: bool = False) -> None:
-        """Raise RefusedError with the reason if an engine with these limits can never serve this request.
-
-        Args:
-            images: whether the prompt may have placeholders of images.
-        """
+        """Raise RefusedError with the reason if an engine with these limits can never serve this request; `images` allows placeholders."""
         length, most = len(self.prompt), self.params.max_new_tokens
         if length == 0:
             raise RefusedError("the prompt is empty; it needs at least one token")

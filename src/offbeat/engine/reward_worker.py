@@ -18,11 +18,7 @@ class RewardModelWorker(WorkerService):
         self._options: RewardModelOptions | None = None
 
     def load(self, request: RewardModelOptions) -> Nothing:
-        """Load the model.
-
-        Raises:
-            ModelError: it cannot be used.
-        """
+        """Load the model. Raises ModelError if it cannot be used."""
         self._folder: RewardFolder = open_reward_folder(request.model)
         self._model: PreTrainedModel = load_reward_model(str(self._folder.path), dtype=request.dtype)
         own = self._model.config.get_text_config().pad_token_id

@@ -158,15 +158,10 @@ class Runner:
     def _prefill(
         self, sequences: list[np.ndarray], adapters: Sequence[str], *, slots: np.ndarray, begun: int = 0
     ) -> tuple[Tensor, np.ndarray]:
-        """Write the keys and values of each sequence to its slot.
+        """Write the keys and values of each sequence to its slot, of which that of the first holds `begun` tokens already.
 
-        Sequences that begin alike wait for the first of them, and go on from its keys and values.
-
-        Args:
-            begun: number of tokens of the first sequence that its slot holds already.
-
-        Returns:
-            The logits after each sequence, [P, V], and the number of its tokens that were known, [P] int64.
+        Sequences that begin alike wait for the first of them, and go on from its keys and values. Returned are the logits after each
+        sequence, [P, V], and the number of its tokens that were known, [P] int64.
         """
         lengths = np.array([len(s) for s in sequences])
         owners = self._adapters.of(adapters)

@@ -80,8 +80,7 @@ class Scheduler:
     `max_prefill_tokens` prompt tokens, and at most `max_prefill_per_round` while samples run, without those that are known and those that
     complete an image (`KnownPrompts.end_of_part`). A request that fits alone starts at the latest after all others.
 
-    Attributes:
-        begun: the newest part of the first waiting request's prompt; None if no part of it is computed.
+    `begun` is the newest part of the first waiting request's prompt; None if no part of it is computed.
     """
 
     def __init__(
@@ -117,11 +116,7 @@ class Scheduler:
         return self.max_running if self._max_cache_tokens is None else min(self.max_running, self._max_cache_tokens // positions)
 
     def check(self, request: Request) -> None:
-        """Check that the request can ever be admitted.
-
-        Raises:
-            RefusedError: the cache could not hold the request's samples even if nothing else ran.
-        """
+        """Raise RefusedError if the cache could not hold the request's samples even if nothing else ran."""
         need = _need(request)
         if request.n > self._most_slots(need):
             raise RefusedError(
@@ -133,11 +128,7 @@ class Scheduler:
         return iter(self._waiting)
 
     def add(self, request: Request) -> None:
-        """Queue a request.
-
-        Raises:
-            BusyError: `max_queued` requests are already waiting.
-        """
+        """Queue a request. Raises BusyError if `max_queued` requests are already waiting."""
         if self.num_waiting >= self.max_queued:
             raise BusyError(f"the engine's queue is full: {self.num_waiting} requests wait, as many as max_queued allows; try again later")
         self._waiting.append(request)
@@ -187,11 +178,9 @@ class Scheduler:
         return min(self.running + sum(request.n for request in self._waiting), self._most_slots(longest)), longest
 
     def compact(self, finished: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Free slots and keep the rest dense.
+        """Free slots and keep the rest dense; returns sources and targets, of which no slot is in both.
 
-        Returns:
-            (sources, targets): the sample in slot `sources[i]` moves to `targets[i]`, such as ([3], [1]) if slot 1 of 0..3 ends.
-            No slot is in both lists.
+        The sample in slot `sources[i]` moves to `targets[i]`, such as ([3], [1]) if slot 1 of 0..3 ends.
         """
         holes = sorted(set(finished))
         assert not holes or holes[-1] < self.running, "only a running slot can finish"
@@ -211,14 +200,9 @@ def _need(request: Request) -> int:
 
 
 def plan_prefill(lengths: np.ndarray, *, max_tokens: int) -> list[np.ndarray]:
-    """Split prompts into batches padded to a common length.
+    """Split prompts of `lengths` [P] into batches that are padded to a common length; returns indices [n] int64 of each.
 
-    Args:
-        lengths: [P] integer, tokens per prompt.
-        max_tokens: most tokens in one batch, padding included, unless it is a single prompt.
-
-    Returns:
-        Indices of each batch's prompts, [n] int64 each; a batch holds at most `MOST_PADDING` tokens of padding.
+    A batch has at most `MOST_PADDING` tokens of padding, and at most `max_tokens` tokens in all, unless it is a single prompt.
     """
     order = np.argsort(-lengths, kind="stable")
     batches: list[list[int]] = []

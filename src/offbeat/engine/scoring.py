@@ -206,13 +206,9 @@ class Scorer:
 
     @torch.inference_mode()
     def compute(self, jobs: Sequence[ScoreJob], version: Version, *, beside: Iterable[str] = ()) -> list[Event]:
-        """Score requests together with the forward path that serves.
+        """Score requests together with the forward path that serves; adapters `beside` stay placed for running samples.
 
         The events hold results, or errors where logits are not finite, or an adapter took part in no layer.
-
-        Args:
-            version: the live version.
-            beside: adapters that must stay placed for running samples.
         """
         length = max(len(job.tokens) for job in jobs)
         tokens = np.zeros((len(jobs), length), np.int64)
@@ -239,10 +235,7 @@ def _draw_numbers(job: ScoreJob, places: np.ndarray) -> np.ndarray:
 def _draw(logprobs: Tensor, temperatures: Tensor, numbers: Tensor) -> Tensor:
     """Draw K tokens from each of D rows, [D, K] int64, by inverting the cumulative distribution; the most likely token at temperature 0.
 
-    Args:
-        logprobs: [D, V] float32 at temperature 1.
-        temperatures: [D] float32.
-        numbers: [D, K] float64 in [0, 1).
+    Of the arguments, `logprobs` are [D, V] float32 at temperature 1, `temperatures` [D] float32, and `numbers` [D, K] float64 in [0, 1).
     """
     greedy = temperatures == 0
     scaled = logprobs / torch.where(greedy, 1.0, temperatures)[:, None]

@@ -39,8 +39,7 @@ class ServedModels:
     def adapter_of(self, model: str) -> str:
         """Return the adapter that a request's `model` names; empty for the base model, which its folder's name, its path and "" name.
 
-        Raises:
-            UnknownAdapterError: nothing here has that name.
+        Raises UnknownAdapterError if nothing here has that name.
         """
         if model in ("", self.own_name, self._folder):
             return ""

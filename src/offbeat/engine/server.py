@@ -63,11 +63,7 @@ class EngineServer:
     """
 
     def __init__(self, options: EngineOptions) -> None:
-        """Load the model; the server does not listen yet.
-
-        Raises:
-            ModelError: see `loader.load_engine`.
-        """
+        """Load the model; the server does not listen yet. Raises as `loader.load_engine`."""
         self._options = options
         self._engine = load_engine(options)
         self._loop = EngineLoop(self._engine, deliver=self._deliver)

@@ -64,7 +64,6 @@ class ShapedSample:
     """The shaping of one sample, as its tokens come.
 
     Attributes:
-        shaping: the settings requested.
         min_p: as in `shaping`, 0 for a greedy sample, whose token it does not change.
         grammar: the place of the sample in its structure; None without one.
         seen: the tokens that penalties apply to; None without penalties.
@@ -75,12 +74,9 @@ class ShapedSample:
         self, params: SamplingParams, *, prompt: Sequence[int], end_ids: Sequence[int], bad_words: tuple[tuple[int, ...], ...] = (),
         grammar: Grammar | None = None,
     ) -> None:
-        """
-        Args:
-            prompt: tokens of the prompt.
-            end_ids: tokens that end the sample, which `min_tokens` holds off.
-            bad_words: tokens of the bad words, see `bad_word_ids`.
-            grammar: of this sample alone, at the beginning of its text.
+        """`prompt` are the prompt's tokens, and `end_ids` those that end the sample, which `min_tokens` holds off.
+
+        `bad_words` are tokens of `bad_word_ids`, and the grammar is of this sample alone, at the beginning of its text.
         """
         self.grammar = grammar
         self.shaping = shaping = params.shaping
@@ -96,7 +92,6 @@ class ShapedSample:
         self.seen = TokenCounts(prompt if repeats else ()) if penalised else None
 
     def push(self, token: int) -> None:
-        """Add a token to the sample."""
         self._num += 1
         if self.grammar is not None:
             self.grammar.push(token)

@@ -24,11 +24,7 @@ class Releasable(Protocol):
 
 
 class EngineSleep:
-    """The sleep of an engine, and the weights that it keeps meanwhile.
-
-    Attributes:
-        asleep: whether the memory is free for others, so that nothing may be computed.
-    """
+    """The sleep of an engine, in which nothing may be computed, and the weights that it keeps meanwhile."""
 
     def __init__(self, forward: Forward, caches: Sequence[Releasable], versions: VersionStore) -> None:
         self.asleep = False
@@ -56,11 +52,7 @@ class EngineSleep:
 
     @torch.inference_mode()
     def restore(self) -> None:
-        """Bring kept weights back to the device.
-
-        Raises:
-            RefusedError: they were dropped.
-        """
+        """Bring kept weights back to the device. Raises RefusedError if they were dropped."""
         if not self._versions.holds_live:
             raise RefusedError("its weights are gone, because it sleeps without them; stage a version and switch to it")
         if self._kept is not None:

@@ -29,16 +29,13 @@ class StepWatch:
         self._still_s = 0.0
 
     def look(self, step: int, step_s: float, signs: Signs, *, now_s: float) -> str:
-        """Record a look at a step, and judge the step.
+        """Record a look at a step, and return the step's fault as a sentence; empty if there is none.
 
         Args:
             step: its number.
             step_s: seconds that it has taken so far.
             signs: signs of life of the engine's thread and of its libraries' threads.
             now_s: time of the look, by any clock.
-
-        Returns:
-            The fault of the step, as a sentence; empty if there is none.
         """
         seconds = now_s - self._looked_s
         if step != self._step:

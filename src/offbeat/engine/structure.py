@@ -39,11 +39,7 @@ _LIBRARY_ERRORS = (ValueError, TypeError, RuntimeError)
 
 
 class Grammar:
-    """The place of one sample in its structure.
-
-    Attributes:
-        ended: whether an end token has come after a complete text.
-    """
+    """The place of one sample in its structure, which has `ended` if an end token has come after a complete text."""
 
     def __init__(self, matcher: Any, *, ends: frozenset[int], vocab_size: int) -> None:
         self.ended = False
@@ -56,7 +52,6 @@ class Grammar:
         return Grammar(self._matcher.deep_copy(), ends=self._ends, vocab_size=self._vocab_size)
 
     def push(self, token: int) -> None:
-        """Add a token to the sample."""
         self._matcher.consume_token(token)
         self.ended = token in self._ends
 

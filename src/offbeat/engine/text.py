@@ -31,9 +31,6 @@ class StopStrings:
     """An automaton that finds any of several strings in a text in one pass (Aho and Corasick, 1975).
 
     A state is the longest suffix of the text that is a prefix of one of the strings; state 0 is the empty suffix.
-
-    Attributes:
-        stops: the strings.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:

@@ -29,8 +29,6 @@ class VersionSource:
 
 @dataclass(frozen=True, eq=False)
 class PendingSwitch:
-    """A switch that was requested and is not done yet."""
-
     version: Version
     started: float
     done: "Future[float]"
@@ -109,11 +107,7 @@ class VersionStore:
         return version in self._staged
 
     def check_staged(self, version: Version) -> None:
-        """Check that a version is staged.
-
-        Raises:
-            RefusedError: the version is not staged.
-        """
+        """Raise RefusedError if a version is not staged."""
         if version not in self._staged:
             raise RefusedError(f"version {version} is not staged; staged are {sorted(self._staged)} and {self._live} is live")
 

@@ -57,11 +57,7 @@ class GenerateBody(ShapingFields, kw_only=True):
     encoding_format: Literal["float", "base64"] = "float"
 
     def params(self, *, default_max_tokens: int) -> SamplingParams:
-        """Translate the body to sampling parameters; `default_max_tokens` is the endpoint's.
-
-        Raises:
-            RefusedError: a value is out of range.
-        """
+        """Translate the body to sampling parameters. Raises RefusedError if a value is out of range."""
         return SamplingParams(
             max_new_tokens=default_max_tokens if self.max_tokens is None else self.max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -122,11 +118,7 @@ class CompletionBody(GenerateBody, kw_only=True):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, in order.
-
-        Raises:
-            RefusedError: a list mixes token ids with prompts.
-        """
+        """The prompts, in order. Raises RefusedError if a list mixes token ids with prompts."""
         given = self.prompt
         if isinstance(given, str):
             return [given]

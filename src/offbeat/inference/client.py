@@ -72,11 +72,7 @@ class EngineClient:
         self._tells = True
 
     async def check(self, *, timeout_s: float) -> None:
-        """Return if the engine is ready and meets its dialect's requirements.
-
-        Raises:
-            EngineError, DeadlineError: the engine is not ready in time or misses a requirement; the message says which.
-        """
+        """Return if the engine is ready and meets its dialect's requirements; raises EngineError or DeadlineError if it does not."""
         async with self._asking("check", timeout_s):
             await self._dialect.check(self)
 

@@ -106,12 +106,7 @@ class Sample:
         return tuple(self.token_versions.tolist())
 
     def check(self) -> "Sample":
-        """Return self if the sample is complete.
-
-        Raises:
-            EngineError: the numbers of log-probabilities or versions differ from the number of tokens, or the sample did not finish by
-                itself.
-        """
+        """Return self if the sample ended by itself and has a log-probability and a version for each token, else raise EngineError."""
         if not len(self.tokens) == len(self.token_logprobs) == len(self.token_versions):
             raise EngineError(
                 f"an engine gave {len(self.tokens)} tokens with {len(self.token_logprobs)} log-probabilities and"
@@ -169,11 +164,7 @@ class PromptScore:
     draws: tuple[TopTokens, ...] = ()
 
     def check(self, request: ScoreRequest) -> "PromptScore":
-        """Return self if it answers the request completely.
-
-        Raises:
-            EngineError: it lacks an entry for some token, or a log-probability is NaN.
-        """
+        """Return self if it answers the request for every token, without NaN, else raise EngineError."""
         length = len(request.tokens)
         sizes = (len(self.logprobs), len(self.top) or length, len(self.target_logprobs) or length, len(self.draws) or length)
         if sizes != (length,) * 4 or any(map(math.isnan, self.logprobs[1:])):

@@ -41,7 +41,6 @@ def target_losses(
 
     Args:
         logprobs: [M] float32 with gradient, of these targets.
-        batch: has the columns that its losses read.
         index: [M] int64, ascending, indices of these targets among those of the batch, such as [0, 1, 5]. Where a loss is by sequence or by
             group, they are all targets of their sequences or groups.
         entropy: [M] float32 of these targets, with gradient, if a loss has an entropy term.

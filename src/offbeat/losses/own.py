@@ -118,10 +118,7 @@ def shown_tokens(targets: Targets, trained: Tensor, *, ref_logprobs: Tensor | No
 
 
 def call_own(name: str, tokens: LossTokens, constants: dict[str, Any]) -> TokenLosses | None:
-    """Call a user's objective and check the form of its result; None without a call where there are no tokens.
-
-    Raises: as `own_losses`.
-    """
+    """Call a user's objective and check the form of its result; None without a call where there are no tokens. Raises as `own_losses`."""
     if not len(tokens.logprobs):
         return None
     function: OwnObjective = resolve(name, kind="objective")

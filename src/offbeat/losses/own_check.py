@@ -34,11 +34,7 @@ class OwnObjectiveCheck:
 
 
 def check_objective(loss: LossSpec, *, name: str, drops: bool) -> None:
-    """Call an objective of the user's own on made-up tokens, several times.
-
-    Args:
-        name: as configured, for messages.
-        drops: whether sequences of advantage 0 are left out of the forward pass.
+    """Call an objective of the user's own on made-up tokens, several times. `drops`: sequences of advantage 0 are left out of its batch.
 
     Raises:
         CodeError: it cannot be loaded, raises an exception, returns something else than finite losses of the right shape, has no gradient,

@@ -22,16 +22,13 @@ from offbeat.losses.targets import Targets, only
 
 
 def regulariser(kind: str, targets: Targets, is_loss: Tensor, *, ref_logprobs: Tensor | None, entropy: Tensor | None) -> Tensor:
-    """Compute one term.
+    """Compute one term, [M] float32 with gradient.
 
     Args:
         is_loss: [M] bool; the term of all other targets is 0 without gradient. So is the term of a target whose reference or rollout
             log-probability it needs and that is not finite.
         ref_logprobs: [M] float32, for kinds that compare with the reference policy.
         entropy: [M] float32 with gradient, for `entropy`.
-
-    Returns:
-        [M] float32 with gradient.
     """
     if kind == "entropy":
         assert entropy is not None, "the entropy term needs the entropy of each target, with gradient"

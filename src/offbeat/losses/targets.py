@@ -20,7 +20,6 @@ class Targets:
         advantages: [M] float32; 1 where the loss reads none.
         counted: [M] bool, the loss tokens over which values of a sequence are taken.
         sequences: [M] int64, ascending from 0, the sequence of each target; empty for losses that do not need it.
-        constants: of the objective.
         columns: [M] float32 each, by name: all columns of the batch that the loss reads.
         groups: [M] int64 from 0, the group of each target; empty for losses that do not compare the sequences of a group.
         num_sequences, num_groups: how many different ones are in `sequences` and `groups`; numbers of the host, which need not wait to

@@ -31,13 +31,10 @@ class TargetWeights:
 
 
 def constant_weights(targets: Targets, loss: LossSpec, *, m2_mask: Tensor | None = None) -> TargetWeights:
-    """Compute the weights of a loss's targets.
+    """Compute the weights of a loss's targets; the filter m2 needs `m2_mask` [M], a column of `algorithms.selection.choose_tokens`.
 
     A run's own sample whose rollout log-probability is not finite is dropped where it cannot be weighed: as the anchor of the ratio, or in
     the mode "ratio"; otherwise it counts as a huge ratio.
-
-    Args:
-        m2_mask: [M], the column that `algorithms.selection.choose_tokens` computes; needed by the filter m2.
     """
     values, masked = None, {}
     if loss.weight is not None:

@@ -17,15 +17,12 @@ from offbeat.model.uploads import upload
 
 
 def apart_logits(model: Any, row: PackedRow, source: np.ndarray, device: torch.device, *, selects: bool) -> Tensor:
-    """Compute logits at some positions of a row, with one forward pass per bucket of similar lengths.
+    """Compute logits at some positions of a row, [U, V] in the model's dtype, with one forward pass per bucket of similar lengths.
 
     Args:
         model: the callable that runs a forward pass.
         source: [U] int64, positions in the row, ascending.
         selects: whether the model accepts `logits_to_keep`.
-
-    Returns:
-        [U, V] in the dtype of the model's logits.
     """
     segments = row.segments
     of_source = np.searchsorted(segments.starts, source, side="right") - 1

@@ -98,10 +98,7 @@ class AttentionPlan:
     _masks: dict[int | None, list[Tensor | None]] = field(default_factory=dict)
 
     def masks(self, window: int | None, device: torch.device) -> list[Tensor | None]:
-        """Return the mask [N or 1, 1, Lq, Lk] of each bucket for layers with this window.
-
-        It is made once, on the device of the first layer that asks.
-        """
+        """Return the mask [N or 1, 1, Lq, Lk] of each bucket for layers with this window; made once, on the device of the first."""
         if window is not None and window >= self.longest_span:
             window = None
         if window not in self._masks:
@@ -117,7 +114,6 @@ def build_plan(
 
     Args:
         row: R tokens in S segments; fastest when segments are sorted by length, as in the families of `pack_row`.
-        device: device of the index tensors, which is the model's.
         context: the ranks over which the row is spread, whose number divides R.
         seen: [R] int64, the last position in its own sequence to which each token attends, where that may be a later one of the same
             segment; None is causal attention.
@@ -223,11 +219,7 @@ def packed_attention(
 
 
 def refuse_unknown(module: torch.nn.Module, window: int | None, kwargs: dict[str, Any]) -> None:
-    """Refuse a layer whose attention the packed or cached forms would compute wrongly.
-
-    Raises:
-        ModelError: the layer requests a form of attention that nothing here computes, or its configuration contradicts its request.
-    """
+    """Refuse, with ModelError, a layer whose form of attention is not computed here, or whose configuration contradicts its request."""
     name = type(module).__name__
     if kwargs.get("position_bias") is not None:
         raise ModelError(f"{name} adds its own bias to the scores of attention (position_bias), which is not computed; use another model")
@@ -267,12 +259,9 @@ def explicit_attention(
     """Compute attention with softcap or sinks, which `scaled_dot_product_attention` lacks; holds all scores [N, H, Lq, Lk] in memory.
 
     Args:
-        query: [N, H, Lq, D] float.
+        query: [N, H, Lq, D] float; the result has its shape, and the dtype of value.
         key, value: [N, Hkv, Lk, D]; H is a multiple of Hkv.
         mask: [N or 1, 1, Lq, Lk] or [Lq, Lk], bool or added to the scores; None is causal, where Lq = Lk.
-
-    Returns:
-        [N, H, Lq, D] in the dtype of value.
     """
     n, num_heads, length, head_dim = query.shape
     factor = head_dim**-0.5 if form.scale is None else form.scale
@@ -344,12 +333,7 @@ def _gather(rows: Tensor, index: Tensor | None) -> Tensor:
 def bucket_bounds(lengths: np.ndarray, prefix_lengths: np.ndarray) -> Iterator[tuple[int, int]]:
     """Cut segments, in order, into buckets that waste at most _MAX_WASTE; segments with and without a prefix are never mixed.
 
-    Args:
-        lengths: [S] int64, length of each segment.
-        prefix_lengths: [S] int64, tokens before each segment; 0 for none.
-
-    Yields:
-        First and last + 1 of each bucket's segments.
+    `lengths` and `prefix_lengths` [S] int64 are the tokens of each segment and before it. Yields the first and the last + 1 of each bucket.
     """
     low, queries, keys = 0, _Padding(), _Padding()
     for i, (length, prefix_length) in enumerate(zip(lengths.tolist(), prefix_lengths.tolist(), strict=True)):

@@ -53,11 +53,7 @@ def checkpoint_activations(model: PreTrainedModel, recompute: Recompute) -> None
 
 
 def compile_layers(model: PreTrainedModel, *, backend: str = "inductor") -> None:
-    """Compile each decoder layer at its first call, for rows of any length; attention stays as it is, between two compiled parts.
-
-    Args:
-        backend: torch's name of the code generator, such as "inductor".
-    """
+    """Compile each decoder layer at its first call, for rows of any length; attention stays as it is, between two compiled parts."""
     AttentionInterface.register(PACKED, _uncompiled_attention())
     round_rotations(layers := decoder_layers(model))
     for layer in layers:

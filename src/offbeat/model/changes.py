@@ -37,11 +37,10 @@ class ChangesError(ValueError):
 
 
 def encode(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the changes from one tensor to another of the same shape and number format, bit for bit.
+    """Return the changes from one tensor to another of the same shape and number format, bit for bit, as described above.
 
-    Returns:
-        [N] uint8 distances, such as [3, 3] for elements 2 and 5, and [N] values as described above; both empty where nothing has
-        changed. None if they take no fewer bytes than the tensor, or the tensors differ in shape or number format.
+    They are [N] uint8 distances, such as [3, 3] for elements 2 and 5, and [N] values; both empty where nothing has changed. None if they
+    take no fewer bytes than the tensor, or the tensors differ in shape or number format.
     """
     if old.shape != new.shape or old.dtype != new.dtype:
         return None
@@ -60,11 +59,7 @@ def encode(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def apply(old: Tensor, at: Tensor, to: Tensor) -> Tensor:
-    """Return a tensor with N changes: `at` [N] uint8 and `to` [N], see `encode`.
-
-    Raises:
-        ChangesError: the changes belong to another tensor.
-    """
+    """Return a tensor with N changes, `at` [N] uint8 and `to` [N] of `encode`. Raises ChangesError if they belong to another tensor."""
     new = old.contiguous().clone()
     positions = _positions(at)
     if to.dtype != old.dtype or len(at) != len(to) or (len(positions) and int(positions[-1]) >= new.numel()) or bool((at == 0).any()):
@@ -76,8 +71,7 @@ def apply(old: Tensor, at: Tensor, to: Tensor) -> Tensor:
 def apply_changes(state: dict[str, Tensor], changes: Mapping[str, Tensor]) -> None:
     """Apply changes, by their keys in a file ("at:NAME" is [N] uint8), to tensors by their published names, which are replaced.
 
-    Raises:
-        ChangesError: the changes belong to other tensors.
+    Raises ChangesError if the changes belong to other tensors.
     """
     _change(state, changes, changes.__getitem__, source="what was received")
 
@@ -85,8 +79,7 @@ def apply_changes(state: dict[str, Tensor], changes: Mapping[str, Tensor]) -> No
 def base_of(folder: str | Path) -> Path | None:
     """Return the folder that a folder of changes builds on; None for a folder of whole weights.
 
-    Raises:
-        ChangesError: a file is missing or cannot be read, or they name no folder beside it.
+    Raises ChangesError if a file is missing or cannot be read, or they name no folder beside it.
     """
     files = _files(folder)
     if not files:
@@ -105,7 +98,6 @@ def base_of(folder: str | Path) -> Path | None:
 
 
 def _files(folder: str | Path) -> list[Path]:
-    """Return a folder's files of changes."""
     found = {path: match for path in sorted(Path(folder).glob("changes*")) if (match := _FILES.fullmatch(path.name))}
     for path, match in found.items():
         if len(found) != int(match[1] or 1):

@@ -19,11 +19,7 @@ from offbeat.pulse import progress
 
 
 def find_changes(state: Mapping[str, Tensor], *, since: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """Return the changes between two states, CPU tensors by their published names.
-
-    Returns:
-        Tensors by their keys in a file of changes, such as "at:NAME" [N] uint8; None if another tensor was added or is gone.
-    """
+    """Return the changes between two states by their keys in a file, such as "at:NAME" [N] uint8; None if a tensor was added or is gone."""
     if state.keys() != since.keys():
         return None
     tensors: dict[str, Tensor] = {}
@@ -88,11 +84,7 @@ def write_changes(state: Mapping[str, Tensor], folder: Path, *, since: Mapping[s
 
 
 def read_weights(folder: str | Path, *, held: Callable[[Path], Mapping[str, Tensor] | None] = lambda _folder: None) -> dict[str, Tensor]:
-    """Read a folder of whole weights, or of changes, as `changes.read_weights` does.
-
-    Raises:
-        ModelError: a folder is missing, damaged, or holds changes to other weights.
-    """
+    """Read a folder as `changes.read_weights`. Raises ModelError if one is missing, damaged, or holds changes to other weights."""
     try:
         return changes.read_weights(folder, read_whole=read_safetensors, held=held)
     except ChangesError as exc:

@@ -65,10 +65,7 @@ class DividedRead:
                 delattr(PreTrainedModel, name)
 
     def complete(self, model: PreTrainedModel, wrong: list[str]) -> None:
-        """Complete a model whose weights have been read.
-
-        Args:
-            wrong: names of weights that were not found.
+        """Complete a model whose weights have been read, but for `wrong`, the names of those that were not found.
 
         Raises:
             WholeOnlyError: it is another model than the one that was divided, or could be found without division.
@@ -118,13 +115,10 @@ def _shares_head(model: PreTrainedModel) -> bool:
 
 
 def _check_readable(model: PreTrainedModel, converters: Iterable[WeightConverter]) -> None:
-    """Check that each part that transformers reads equals that part of the whole weight.
+    """Check that each part that transformers reads equals that part of the whole weight. Raises WholeOnlyError if it is not certain.
 
     It slices the tensors of a checkpoint, then converts the slices, for example by stacking experts. The result is the same if no
     dimension that is sliced is rearranged, and no part is empty.
-
-    Raises:
-        WholeOnlyError: it is not certain.
     """
     parts = {name: parameter for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)}
     converted: set[str] = set()

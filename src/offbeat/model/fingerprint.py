@@ -14,15 +14,12 @@ _NUM_PAGES = 64
 
 
 def fingerprint(items: Iterable[tuple[str, np.ndarray]]) -> str:
-    """Hash named weights, in any order.
+    """Hash named weights, in any order, to 32 hexadecimal digits.
 
     Args:
         items: (name, [B] uint8) of each tensor. Tensors above 1 MiB are sampled: 64 evenly spaced pages of 4 KiB, the
             first and the last page among them. An optimizer step changes nearly every page, so a sample tells versions apart; it is
             no proof against tampering.
-
-    Returns:
-        32 hexadecimal digits.
 
     Raises:
         ValueError: an array is not one-dimensional uint8, or a name occurs twice.

@@ -13,11 +13,7 @@ _IMAGE_PARTS = ("language", "tower", "projector")
 
 
 def freeze(model: PreTrainedModel, parts: Sequence[str]) -> None:
-    """Train nothing of some parts of a model: "language", "tower", "projector", "router".
-
-    Raises:
-        ModelError: the model has no such parts, or nothing would be trained.
-    """
+    """Train nothing of some parts: "language", "tower", "projector", "router". Raises ModelError if there are no such, or no others."""
     if not parts:
         return
     if "router" in parts:

@@ -64,11 +64,7 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_experts(model: nn.Module) -> None:
-    """Check that all fused experts of a model can be adapted.
-
-    Raises:
-        ModelError: it has none, or some of another form.
-    """
+    """Check that all fused experts of a model can be adapted. Raises ModelError if it has none, or some of another form."""
     name, plain = type(model).__name__, find_experts(model)
     if any(_is_fused(module) and not _is_plain(module) for module in model.modules()):
         raise ModelError(f'{name} has experts of a form that is not adapted; leave "experts" out of model.lora.targets')

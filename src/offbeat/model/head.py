@@ -56,7 +56,6 @@ ACCELERATOR_SIZES = HeadSizes(chunk_bytes=2 << 30, chunk_rows=8192, kept_bytes=2
 
 
 def sizes_of(device: torch.device) -> HeadSizes:
-    """Return the sizes for a device."""
     return CPU_SIZES if device.type == "cpu" else ACCELERATOR_SIZES
 
 
@@ -88,11 +87,9 @@ class Picks:
 
 
 def pick(logits_UV: Tensor, picks: Picks) -> tuple[Tensor, Tensor]:
-    """Return the picked log-probabilities of logits [U, V].
+    """Return the picked log-probabilities of logits [U, V], [M] float32 with gradient, and entropies.
 
-    Returns:
-        [M] float32 log-probabilities with gradient, and [U] float32 entropies, with gradient if the picks say so; [0] where they were not
-        requested.
+    These are [U] float32, with gradient if the picks say so; [0] where they were not requested.
     """
     return _picked(logits_UV, None, None, picks, None, Vocabulary(0, logits_UV.shape[1]))
 
@@ -132,13 +129,9 @@ class FusedHead:
 
 @contextmanager
 def fused_head(model: nn.Module, picks: Picks, keep: Tensor | None) -> Iterator[FusedHead | None]:
-    """Put a fused head into a model for one forward pass.
+    """Put a fused head into a model for one forward pass; `picks` and `keep` [U] int64 as for `FusedHead`.
 
     Yields None and changes nothing where the model's head is not a plain linear layer.
-
-    Args:
-        picks: the entries that the pass is to return.
-        keep: [U] int64, see `FusedHead`.
 
     Raises:
         ModelError: the head is to compute in float32, and is not such a layer.

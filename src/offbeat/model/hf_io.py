@@ -60,8 +60,7 @@ def write_safetensors(
 def read_safetensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, CPU tensor) of every weight in a folder, such as ("lm_head.weight", [V, H]), one file after another.
 
-    Raises:
-        ModelError: the folder holds no safetensors, or one that cannot be read.
+    Raises ModelError if the folder holds no safetensors, or one that cannot be read.
     """
     for file in _weight_files(Path(folder)):
         try:

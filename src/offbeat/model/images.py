@@ -71,7 +71,6 @@ class ModelImages:
     """The images of one model.
 
     Attributes:
-        store: where pixels are found.
         num_encoded: number of images that its tower has encoded so far.
         touches_all: whether each training row gives every weight that is trained a gradient, if only of zeros, which ranks that share
             gradients need.

@@ -51,7 +51,6 @@ class LayerSlice:
 
 
 WHOLE_LAYER = LayerSlice(_ALL, _ALL)
-"""A whole layer."""
 
 _divided: "WeakKeyDictionary[nn.Module, tuple[DeviceMesh, Mapping[str, str]]]" = WeakKeyDictionary()
 """Meshes of one dimension, and transformers' styles of division, such as "colwise", by the modules' names."""
@@ -68,11 +67,7 @@ def is_divided(model: nn.Module) -> bool:
 
 
 def slice_of(model: nn.Module, name: str) -> LayerSlice:
-    """Return this rank's slice of a model's linear layer.
-
-    Raises:
-        ModelError: its parts do not add up as in other layers.
-    """
+    """Return this rank's slice of a model's linear layer. Raises ModelError if its parts do not add up as in other layers."""
     if not is_divided(model):
         return WHOLE_LAYER
     (mesh, styles), layer = _divided[model], model.get_submodule(name)

@@ -98,13 +98,9 @@ def scored_positions(source: np.ndarray) -> np.ndarray:
 
 
 def head_outputs(model: nn.Module, share: RowShare, source: np.ndarray) -> Tensor:
-    """Run a share of a row, and return the output of the model's head at U of its positions; arguments and errors as of `token_logprobs`.
+    """Run a share of a row; returns the output of the model's head [U, V], with gradient, at `source` [U] int64, ascending, of its tokens.
 
-    Args:
-        source: [U] int64, ascending positions among the share's tokens.
-
-    Returns:
-        [U, V] in the number format of the head's outputs, with gradient.
+    Arguments and errors are as of `token_logprobs`.
     """
     bare: Any = getattr(model, "module", model)
     keep = upload(source, next(model.parameters()).device)

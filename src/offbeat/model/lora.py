@@ -74,7 +74,6 @@ class AdapterBank(nn.Module):
         """Hook into `model`, on its device.
 
         Args:
-            rank: largest rank of an adapter.
             targets: names of the layers to adapt; see `find_targets` and `find_expert_layers`.
             dropout: share of each adapted layer's inputs that is hidden from the adapters in a pass with dropout.
             seed: seed of the dropout; differs between ranks, except those that compute layers together.
@@ -118,11 +117,8 @@ class AdapterBank(nn.Module):
     def add(self, *, rank: int, scaling: float, seed: int, kinds: Collection[str] = LAYER_KINDS) -> int:
         """Put a fresh adapter into a free slot and return the slot: A is uniform as in PEFT and equal for equal seeds, B is zero.
 
-        Args:
-            kinds: a subset of `LAYER_KINDS`; layers of other kinds stay as they are in the model.
-
-        Raises:
-            ModelError: the rank is below 1 or exceeds the bank's, or there are no layers of these kinds.
+        Layers of other `kinds`, of `LAYER_KINDS`, stay as they are in the model. Raises ModelError if there are none of these kinds, or if
+        the rank is below 1 or exceeds the bank's.
         """
         self._check_rank(rank)
         generator = torch.Generator().manual_seed(seed)
@@ -171,11 +167,7 @@ class AdapterBank(nn.Module):
         return Adapter(held.rank, held.scaling, pairs)
 
     def check(self, adapter: Adapter) -> None:
-        """Check that an adapter fits into this bank.
-
-        Raises:
-            ModelError: its rank exceeds the bank's, it has no layers, or layers that the bank does not have.
-        """
+        """Raise ModelError if an adapter has no layers, layers that the bank does not have, or a larger rank."""
         self._check_rank(adapter.rank)
         own = {layer.name: (layer.num_in, layer.num_out) for layer in self._layers}
         given = {name: (a.shape[1], len(b)) for name, (a, b) in adapter.pairs.items()}
@@ -236,8 +228,7 @@ class AdapterBank(nn.Module):
     def using(self, route: Route, *, drops: bool = False) -> Iterator[None]:
         """Surround a forward pass in which the adapters take part, and its backward pass; outside, the model is the base model.
 
-        Args:
-            drops: whether dropout applies; the log-probabilities of such a pass differ from the policy's.
+        `drops` applies dropout; the log-probabilities of such a pass differ from the policy's.
         """
         around = self._pass
         self._pass = _Pass(route, (*self._seed, int(self.num_passes)) if drops and self._dropout else ())

@@ -22,8 +22,7 @@ _FEED_FORWARD = re.compile(r"\.(\w*mlp|feed_?forward|ffn|\w*experts?|\w*moe|fc\d
 def find_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:
     """Find the linear layers of the decoder whose names end in one of `targets`; "all-linear" selects all of them, "experts" none.
 
-    Raises:
-        ModelError: a target matches no layer; the message lists the layers.
+    Raises ModelError if a target matches no layer; the message lists the layers.
     """
     if not (targets := [target for target in targets if target != EXPERTS]):
         return {}
@@ -43,8 +42,7 @@ def find_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linea
 def find_expert_layers(model: nn.Module, targets: Sequence[str]) -> list[ExpertLayer]:
     """Return the layers of a model's fused experts where "experts" is among the targets, else [].
 
-    Raises:
-        ModelError: as `check_experts`, or a tensor group computes the experts together.
+    Raises ModelError as `check_experts`, and if a tensor group computes the experts together.
     """
     if EXPERTS not in targets:
         return []

@@ -40,9 +40,6 @@ Plan = dict[str, str]
 def divide(model: PreTrainedModel, mesh: DeviceMesh, *, experts: bool) -> None:
     """Slice a whole model's layers in place, and check the result; collective over `mesh`, whose ranks hold equal models.
 
-    Args:
-        experts: as for `slice_layers`.
-
     Raises:
         ModelError: as `slice_layers`, or the model's log-probabilities have changed.
     """
@@ -55,11 +52,7 @@ def divide(model: PreTrainedModel, mesh: DeviceMesh, *, experts: bool) -> None:
 def check_slices(model: PreTrainedModel, mesh: DeviceMesh, *, computes: torch.dtype | None = None) -> None:
     """Check a model that `slice_layers` divided before its weights were read; collective over all ranks that hold parts of it.
 
-    Args:
-        computes: as for `offbeat.model.rows.settle_rows`.
-
-    Raises:
-        ModelError: its log-probabilities differ from the undivided model's.
+    `computes` is as for `offbeat.model.rows.settle_rows`. Raises ModelError if log-probabilities differ from the undivided model's.
     """
     with _explained(model, mesh):
         check_rows(model, probe(model), probe(whole_twin(model)), what=f"over {mesh.size()} ranks", computes=computes)
@@ -68,8 +61,7 @@ def check_slices(model: PreTrainedModel, mesh: DeviceMesh, *, computes: torch.dt
 def slice_layers(model: PreTrainedModel, mesh: DeviceMesh, *, experts: bool) -> None:
     """Slice a model's layers in place; collective over `mesh`, of one dimension. The model may be one that has no weights yet.
 
-    Args:
-        experts: whether each expert of a mixture is to stay whole, on one of the ranks.
+    With `experts`, each expert of a mixture stays whole, on one of the ranks.
 
     Raises:
         ModelError: transformers has no plan for the model, or its sizes do not suit the number of ranks.
@@ -140,8 +132,7 @@ def _plans(model: PreTrainedModel, size: int, *, experts: bool) -> tuple[Plan, P
 def _keep_others_whole(model: nn.Module, mesh: DeviceMesh, partial: set[str]) -> None:
     """Make DTensors of the parameters that are not sliced, and let their modules compute with them as plain tensors.
 
-    Args:
-        partial: names of modules whose gradients are to be summed over the ranks.
+    Gradients of the modules named in `partial` are summed over the ranks.
     """
     seen: dict[int, nn.Parameter] = {}
     for name, module in model.named_modules():

@@ -72,11 +72,7 @@ class Adapter:
 
 
 def write_adapter(adapter: Adapter, folder: Path, *, base_model: str, dropout: float = 0.0) -> None:
-    """Write a new PEFT folder.
-
-    Raises:
-        StorageError: the folder exists already, or cannot be written.
-    """
+    """Write a new PEFT folder. Raises StorageError if the folder exists already, or cannot be written."""
     if folder.exists():
         raise StorageError(f"the adapter folder {folder} exists; a version is written once, so choose another name")
     part = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
@@ -95,11 +91,7 @@ def write_adapter(adapter: Adapter, folder: Path, *, base_model: str, dropout: f
 
 
 def read_adapter(folder: str | Path) -> Adapter:
-    """Read a PEFT folder.
-
-    Raises:
-        ModelError: it is no LoRA adapter, is damaged, or has more than A and B of linear layers; the message says which.
-    """
+    """Read a PEFT folder. Raises ModelError if it is damaged, or is anything but A and B of linear layers; the message says which."""
     folder = Path(folder)
     config = _read_config(folder)
     sides: dict[str, dict[str, Tensor]] = {}
@@ -144,8 +136,7 @@ def _joined(adapter: Adapter) -> dict[str, Tensor]:
 def _by_expert(sides: Mapping[str, dict[str, Tensor]], config: Mapping[str, Any], folder: Path) -> dict[str, dict[str, Tensor]]:
     """Return A and B by layer, with those of a fused tensor taken apart; the inverse of `_joined`.
 
-    Raises:
-        ModelError: the folder adapts other parameters than those of fused experts, or does not have what its configuration says.
+    Raises ModelError if other parameters than fused experts are adapted, or the folder does not have what its configuration says.
     """
     named = config.get("target_parameters") or []
     parts = [part for part in PARTS if any(str(name).rpartition(".")[2] == part for name in named)]

@@ -18,11 +18,7 @@ from offbeat.model.lora_targets import ALL_LINEAR, find_targets
 
 
 class RoundedLinear(nn.Linear, ABC):
-    """A frozen linear layer without its `weight`.
-
-    Attributes:
-        dtype: number format of the layer that was rounded, in which it computes.
-    """
+    """A frozen linear layer without its `weight`, which computes in `dtype`, the format of the layer that was rounded."""
 
     def __init__(self, layer: nn.Linear) -> None:
         nn.Module.__init__(self)  # without the room for whole weights that nn.Linear makes
@@ -89,13 +85,9 @@ _FORMS: dict[str, type[RoundedLinear]] = {"int8": FrozenInt8, "nf4": FrozenNf4}
 
 
 def round_layers(model: nn.Module, form: str) -> None:
-    """Put rounded layers in the place of the linear layers of the decoder's layers, one by one; embeddings and head stay whole.
+    """Put layers rounded to "int8" or "nf4" in the place of the linear layers of the decoder's layers; embeddings and head stay whole.
 
-    Args:
-        form: "int8" or "nf4".
-
-    Raises:
-        MissingExtraError: "nf4" without bitsandbytes. ModelError: the model has no such layers.
+    Raises MissingExtraError for "nf4" without bitsandbytes, and ModelError if the model has no such layers.
     """
     if form == "nf4":
         require("qlora", QLORA, wanted_by="model.quantization = 'nf4'")

@@ -23,8 +23,7 @@ _HEAD = "score.weight"
 def load_reward_model(folder: str, *, dtype: str) -> PreTrainedModel:
     """Load a folder that `offbeat.data.reward_model.open_reward_folder` has checked, in eval mode, onto this process's device.
 
-    Raises:
-        ModelError: its architecture is unknown, or weights are missing or have wrong shapes.
+    Raises ModelError if its architecture is unknown, or weights are missing or have wrong shapes.
     """
     try:
         loaded: Any = AutoModelForSequenceClassification.from_pretrained(
@@ -40,15 +39,12 @@ def load_reward_model(folder: str, *, dtype: str) -> PreTrainedModel:
 
 @torch.inference_mode()
 def score_texts(model: PreTrainedModel, texts: Sequence[Sequence[int]], *, padding: int, max_tokens: int) -> list[float]:
-    """Score texts in batches of like length.
+    """Return the reward of each text, computed in batches of like length.
 
     Args:
         texts: token ids of each; none may end with `padding`.
         padding: id of the padding token.
         max_tokens: largest number of tokens of a batch, padding included; a longer text is a batch of its own.
-
-    Returns:
-        The reward of each text.
     """
     rewards = [0.0] * len(texts)
     for chosen in _batches([len(text) for text in texts], max_tokens):
@@ -73,18 +69,10 @@ def set_padding(model: PreTrainedModel, padding: int) -> int:
 
 
 class Classifier:
-    """The sequence classifier of transformers that belongs to a language model with a value head.
-
-    Attributes:
-        head: name of the head's weight in the language model.
-    """
+    """The sequence classifier of transformers that belongs to a language model, whose value head's weight is named `head`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Find it.
-
-        Raises:
-            ModelError: transformers has none for this kind of model, or one with other weights.
-        """
+        """Find it. Raises ModelError if transformers has none for this kind of model, or one with other weights."""
         config, kind = model.config, next(each.__name__ for each in type(model).__mro__ if not each.__name__.startswith("FSDP"))
         if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
             raise ModelError(f"transformers has no sequence classifier for {kind}, so that it cannot become a reward model; use another")

@@ -153,11 +153,7 @@ def unknown_in(routes: Tensor) -> int:
 
 
 def replay_routes(model: PreTrainedModel) -> None:
-    """Let a model replay the routes of its rows.
-
-    Raises:
-        ModelError: it has no routers, or some whose choice cannot be replaced.
-    """
+    """Let a model replay the routes of its rows. Raises ModelError if it has no routers, or some whose choice cannot be replaced."""
     name, routers = type(model).__name__, find_routers(model)
     if not routers:
         raise ModelError(f'{name} has no routers of experts to replay; set model.route_replay to "off"')
@@ -206,22 +202,14 @@ def _replay(router: nn.Module, *, num_routers: int, columns: Mapping[int, slice]
 
 @contextmanager
 def choosing(routes_TK: Tensor, num_experts: int) -> "Iterator[_Given]":
-    """Let the router that is called in the body choose given experts; those of unknown tokens are its own choice.
-
-    Args:
-        routes_TK: [T, k] ids, of `num_experts` experts.
-    """
+    """Let the router called in the body choose given ids [T, k] of `num_experts` experts; those of unknown tokens are its own choice."""
     with _Given(routes_TK, num_experts) as given:
         yield given
     assert given.num_calls == 1, f"a router chose {given.num_calls} times instead of once"
 
 
 class _Given(TorchFunctionMode):
-    """Answers the choice of k of E experts, by scores [T, E], with given ones.
-
-    Attributes:
-        own: [T, k] int64, the experts that would have been chosen.
-    """
+    """Answers the choice of k of E experts, by scores [T, E], with given ones; `own` [T, k] int64 are those that would have been chosen."""
 
     own: Tensor
 

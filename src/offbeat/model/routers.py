@@ -29,7 +29,6 @@ class RouterRecord:
     Attributes:
         counts: L tensors [E] float64 without gradient, how often the router of each layer chose each expert.
         probs_E: [E] float with gradient, the probabilities of the experts, summed over tokens and layers; None before the model has run.
-        num_tokens: number of tokens.
     """
 
     def __init__(self, ends: np.ndarray, *, top_k: int) -> None:
@@ -132,8 +131,7 @@ def balancing_loss(counts_E: Tensor, probs_E: Tensor, *, num_rows: float) -> Ten
 def experts_per_token(model: PreTrainedModel) -> int:
     """Return the number of experts per token, of a model whose routers have the load-balancing loss that is computed here.
 
-    Raises:
-        ModelError: transformers has no such loss for the model, or another one.
+    Raises ModelError if transformers has no such loss for the model, or another one.
     """
     theirs: Any = next(filter(None, (
         getattr(sys.modules.get(kind.__module__), "load_balancing_loss_func", None) for kind in type(model).__mro__)), None)

@@ -68,8 +68,7 @@ def settle_rows(model: PreTrainedModel, *, share_prefix: bool, computes: torch.d
 def spread_rows(model: nn.Module, context: ContextGroup) -> None:
     """Let the ranks of a group run each row of a model together, and check the result; collective.
 
-    Args:
-        model: has been through `settle_rows`, with the same weights on all ranks; on its device, bare or wrapped.
+    The model, bare or wrapped, has been through `settle_rows` with the same weights on all ranks, and is on its device.
 
     Raises:
         ModelError: its sequences run one by one, its heads cannot be divided among the ranks, or the states of its tokens would differ; on

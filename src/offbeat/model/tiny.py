@@ -17,8 +17,6 @@ def build_tiny(
     Args:
         folder: created if necessary.
         tiny: sizes of the model; embeddings are tied and weights are float32.
-        vocab_size: number of rows of the embedding.
-        eos_token_id: id of the token that ends a generation.
         pad_token_id: id of the padding token, whose embedding stays zero and untrained; None for no such token.
         seed: equal seeds and sizes give equal files. The global random state is not changed.
 

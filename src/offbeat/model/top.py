@@ -30,12 +30,9 @@ class TopScores:
 
 @torch.no_grad()
 def top_logprobs(model: nn.Module, row: PackedRow, *, top_k: int, temperature: float = 1.0) -> TopScores:
-    """Score a row's targets, and find the `top_k` likeliest tokens in their places.
+    """Score a row's targets, and find the `top_k` likeliest tokens in their places; arguments as of `token_logprobs`.
 
     The logits of all predicting positions are held at once, unlike those of `token_logprobs`.
-
-    Args:
-        model, row, temperature: as for `offbeat.model.logprobs.token_logprobs`.
     """
     share = share_of(model, row)
     source, inverse = np.unique(share.source, return_inverse=True)

@@ -54,13 +54,9 @@ class ValueHead(nn.Linear):
 
 
 def put_value_head(model: PreTrainedModel, *, bias: bool = True) -> None:
-    """Replace a language model's output head by a `ValueHead`, untied from its embeddings; the model may be one that has no weights yet.
+    """Replace the output head by a `ValueHead`, untied from the embeddings. Raises ModelError if there is no linear head to replace.
 
-    Args:
-        bias: whether the head has a bias.
-
-    Raises:
-        ModelError: the model has no linear head.
+    The model may be one that has no weights yet.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
@@ -74,11 +70,7 @@ def put_value_head(model: PreTrainedModel, *, bias: bool = True) -> None:
 
 @torch.no_grad()
 def check_value_head(model: PreTrainedModel) -> None:
-    """Check that the model returns its head's output unchanged; collective if the model is divided.
-
-    Raises:
-        ModelError: the model changes its head's output.
-    """
+    """Raise ModelError if the model changes its head's output; collective if the model is divided."""
     head = model.get_output_embeddings()
     assert isinstance(head, ValueHead), "the head has been replaced"
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
@@ -100,9 +92,7 @@ def check_value_head(model: PreTrainedModel) -> None:
 def token_values(model: nn.Module, row: PackedRow) -> Tensor:
     """Return [M] float32 with gradient: the value at the position that predicts each of a row's targets, in the order of `row.target`.
 
-    Args:
-        model: with a `ValueHead`, bare or wrapped.
-        row: as for `offbeat.model.logprobs.token_logprobs`.
+    The model, bare or wrapped, has a `ValueHead`; the row is as for `offbeat.model.logprobs.token_logprobs`.
     """
     share = share_of(model, row)
     source, inverse = np.unique(share.source, return_inverse=True)

@@ -19,10 +19,7 @@ T = TypeVar("T")
 
 
 def check_many(lora: LoraConfig, train: TrainConfig, *, shard: int, tp: int) -> None:
-    """Refuse settings with which many adapters cannot train beside each other.
-
-    Args:
-        shard, tp: ranks that divide the base model, as in [train.parallel].
+    """Refuse settings with which many adapters cannot train; `shard` and `tp` are ranks that divide the base model, as in [train.parallel].
 
     Raises:
         ConfigError: model.lora.rank is 0, model.lora.dropout or train.router_aux_loss_coefficient is not, or the model is divided.
@@ -44,32 +41,20 @@ def check_many(lora: LoraConfig, train: TrainConfig, *, shard: int, tp: int) -> 
 
 
 def check_new(name: str, taken: Collection[str]) -> None:
-    """Refuse the name of a new adapter that one of `taken` has, or that none may have.
-
-    Raises:
-        ConfigError: says which.
-    """
+    """Refuse, with ConfigError, the name of a new adapter that one of `taken` has, or that none may have."""
     if check_adapter(name) in taken:
         raise ConfigError(f"there is an adapter {name!r} already; choose another name, or remove it first")
 
 
 def find_adapter(name: str, known: Mapping[str, T]) -> T:
-    """Return the entry of an adapter.
-
-    Raises:
-        ConfigError: there is no adapter of this name; names those that there are.
-    """
+    """Return the entry of an adapter. Raises ConfigError if there is none of this name; it names those that there are."""
     if name not in known:
         raise ConfigError(f"there is no adapter {name[:120]!r}, only {', '.join(known) or 'none'}; add it first")
     return known[name]
 
 
 def check_adapter(name: str) -> str:
-    """Return the name if an adapter may have it; it becomes part of paths and of model names.
-
-    Raises:
-        ConfigError: no adapter may have it.
-    """
+    """Return the name if an adapter may have it, else raise ConfigError; it becomes part of paths and of model names."""
     if not _ADAPTER.fullmatch(name):
         raise ConfigError(
             f"an adapter's name is 1 to 100 letters, digits, '.', '_' or '-' and begins with a letter or digit, got {name[:120]!r}")
@@ -82,11 +67,7 @@ def adapter_name(adapter: str, version: Version) -> str:
 
 
 def split_adapter_name(name: str) -> tuple[str, Version]:
-    """Return the adapter and the version of a name, such as ("alice", 12) for "alice@12".
-
-    Raises:
-        ConfigError: it is no such name.
-    """
+    """Return the adapter and the version of a name, such as ("alice", 12) for "alice@12". Raises ConfigError if it is no such name."""
     adapter, at, version = name.rpartition("@")
     if not (at and version.isascii() and version.isdecimal()):
         raise ConfigError(f"an adapter's version is named adapter@version, such as alice@12, got {name[:120]!r}")

@@ -108,8 +108,7 @@ class Channel:
     async def rewrite(self, manifest: Manifest) -> Manifest | None:
         """Write a version again, and whole, if its folder, or one that it builds on, is not as it was written, or is the model's.
 
-        Returns:
-            The new manifest; None if all is as it was written, or the trainer has other weights by now.
+        Returns the new manifest; None if all is as it was written, or the trainer has other weights by now.
         """
         from_model = bool(self._initial) and manifest.folder == str(Path(self._initial))
         if manifest.broadcast or not self._writer.holds(manifest.version) or (self._is_intact() and not from_model):
@@ -121,8 +120,7 @@ class Channel:
     def prune(self, served: Version) -> None:
         """Remove the folders of versions, except for the newest `keep`, versions after `served`, and folders that these build on.
 
-        Args:
-            served: every engine in service serves this version or a newer one, and may be reading any newer one.
+        Every engine in service serves the version `served` or a newer one, and may be reading any newer one.
         """
         self._served = served
         versions = {str(folder): version for version, _, folder in self._folders() if folder != self._unfinished}

@@ -149,8 +149,7 @@ class ProofJudge:
     def of(cls, tolerance: float, *forms: str) -> "ProofJudge":
         """Return a judge with a configured tolerance; 0 takes that of the coarsest form of weights, such as 1e-3 for "float32".
 
-        Args:
-            forms: number formats, and forms to which the engine's or the trainer's weights are rounded; "none" counts for nothing.
+        The forms are number formats, and those to which the engine's or the trainer's weights are rounded; "none" counts for nothing.
         """
         return cls(tolerance=tolerance or max(TOLERANCES[form] for form in forms if form != "none"))
 
@@ -179,8 +178,7 @@ class ProofJudge:
     def objection(self, expected: Sequence[float], told: Sequence[float]) -> str:
         """Return why a canary is refused without regard to earlier ones; empty if it is not.
 
-        Args:
-            expected, told: [n] log-probabilities of the trainer and of the engine; of either, the mean alone will do.
+        Both are [n] log-probabilities, the trainer's and those that the engine told; of either, the mean alone will do.
         """
         off = np.asarray(told) - np.asarray(expected) if len(told) == len(expected) else np.array([np.mean(told) - np.mean(expected)])
         size = _rms(off)
@@ -215,8 +213,7 @@ class ProofJudge:
 def _movement(before: _Point, point: _Point, noise: float) -> tuple[Outcome, str]:
     """Decide whether the engine moved with the trainer since the version that it was proven to serve last; returns a reason, too.
 
-    Args:
-        noise: bound of the noise of a move in one token, in nats, from the engine's spread.
+    `noise` bounds the noise of a move in one token, in nats, by the engine's spread.
     """
     way, moved = point.trainer - before.trainer, point.engine - before.engine
     length = float(np.linalg.norm(way))

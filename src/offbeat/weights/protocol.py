@@ -49,7 +49,6 @@ class Proof:
     """An engine's statement on the weights that it samples from now.
 
     Attributes:
-        version: version that the engine says it serves.
         fingerprint: fingerprint of its weights; None if the engine can read them neither back nor as they were loaded, so that the canary
             alone proves them.
         canary_logprobs: [n - 1] log-probabilities of the canary's tokens but the first, by the forward pass that serves.

@@ -67,8 +67,7 @@ def files_of(folder: str) -> list[Path]:
 def check_weights(files: list[Path], name: str, model: str, *, tied: bool) -> None:
     """Check that a version's files fit the model.
 
-    Raises:
-        RefusedError: the files, of the version's folder `name`, do not hold weights of the same names and shapes as the model.
+    Raises RefusedError if the files, of the version's folder `name`, do not hold weights of the same names and shapes as the model.
     """
     if not (own := read_shapes(files)):
         raise RefusedError(f"{name} holds no *.safetensors file that can be read here")
@@ -83,11 +82,7 @@ def check_weights(files: list[Path], name: str, model: str, *, tied: bool) -> No
 
 
 def read_shapes(files: list[Path]) -> dict[str, list[int]]:
-    """Read the shape of every tensor in safetensors files from their headers.
-
-    Raises:
-        RefusedError: a file is not a complete safetensors file.
-    """
+    """Read the shape of every tensor in safetensors files from their headers. Raises RefusedError if a file is not complete."""
     shapes: dict[str, list[int]] = {}
     for path in files:
         try:
@@ -106,14 +101,13 @@ def read_shapes(files: list[Path]) -> dict[str, list[int]]:
 def fingerprint_files(files: Iterable[str | Path], *, dtype: torch.dtype | None = None) -> str:
     """Compute `offbeat.model.fingerprint` of the tensors in safetensors files, converted to `dtype` if it is given.
 
-    Raises:
-        RefusedError: Offbeat's own file is not where it should be.
+    Raises as `offbeat_module`.
     """
     return fingerprint_tensors((name, tensor.to(dtype or tensor.dtype)) for name, tensor in read_files(files))
 
 
 def fingerprint_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Compute `offbeat.model.fingerprint` of CPU tensors of any shape with their names. Raises as `fingerprint_files`."""
+    """Compute `offbeat.model.fingerprint` of CPU tensors of any shape with their names. Raises as `offbeat_module`."""
     return offbeat_module("model", "fingerprint").fingerprint(
         (name, _bytes_of(tensor)) for name, tensor in tensors if not name.endswith(_BUFFERS))
 
@@ -131,11 +125,7 @@ def read_files(files: Iterable[str | Path]) -> Iterator[tuple[str, torch.Tensor]
 
 
 def offbeat_module(folder: str, name: str) -> ModuleType:
-    """Load one of Offbeat's own files by its path.
-
-    Raises:
-        RefusedError: the file is not where it should be.
-    """
+    """Load one of Offbeat's own files by its path. Raises RefusedError if the file is not where it should be."""
     path, label = Path(__file__).parents[2] / folder / f"{name}.py", f"offbeat_{name}"
     if not path.exists():
         raise RefusedError(f"published weights need Offbeat's own {path}; put its folder engine/inside on PYTHONPATH, not a copy")

@@ -55,7 +55,6 @@ class Loaded:
     """The version being served, as far as it is known.
 
     Attributes:
-        fingerprint: fingerprint of the tensors that were read.
         num_unread: number of tensors that could not be read back.
         weights: the weights that were read, for comparisons and to apply changes to; None if they were received and are no longer there.
     """
@@ -269,12 +268,9 @@ class Inside:
             raise
 
     async def _adapter(self, engine: AsyncLLM, body: bytes) -> dict[str, Any]:
-        """Report on an adapter.
-
-        Returns:
-            `fingerprint` of the folder when the adapter was loaded from it; `wrong`, the tensors in it that the server does not compute
-            with; `num_unread`, the number of tensors that cannot be compared, or null if nothing is known; and the `priority` that its
-            proofs may use.
+        """Report on an adapter: `fingerprint` of the folder when the adapter was loaded from it; `wrong`, the tensors in it that the server
+        does not compute with; `num_unread`, the number of tensors that cannot be compared, or null if nothing is known; and the `priority`
+        that its proofs may use.
         """
         (name,) = read_body(body, name=str)
         answer = {
@@ -344,8 +340,7 @@ def _header(scope: Any, name: str) -> str:
 def read_body(body: bytes, **fields: Any) -> list[Any]:
     """Read the named fields of a JSON object, in order; each is given with its type, or with its default.
 
-    Raises:
-        RefusedError: a field is missing or has another type.
+    Raises RefusedError if a field is missing or has another type.
     """
     try:
         given = json.loads(body)
@@ -377,11 +372,7 @@ def with_versions(form: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_interface() -> None:
-    """Check that this vLLM has the interfaces that are used here.
-
-    Raises:
-        RuntimeError: an interface is missing.
-    """
+    """Raise RuntimeError if this vLLM lacks an interface that is used here."""
     missing = [f"AsyncLLM.{name}" for name in _METHODS if not hasattr(AsyncLLM, name)]
     if "weight_versions" not in {field.name for field in dataclasses.fields(CompletionOutput)}:
         missing.append("CompletionOutput.weight_versions")
@@ -397,11 +388,7 @@ def goes_ahead(engine: AsyncLLM) -> bool:
 
 
 async def _ask_workers(engine: AsyncLLM, method: str, *args: Any) -> list[Any]:
-    """Call a method of all workers, and return their answers.
-
-    Raises:
-        RuntimeError: something went wrong in a worker.
-    """
+    """Call a method of all workers, and return their answers. Raises as `read_answers`."""
     return read_answers(await engine.collective_rpc(method, args=args))
 
 

@@ -45,11 +45,7 @@ def on_adapted_rows(op: Callable[..., None]) -> Callable[..., None]:
 
 @torch.inference_mode()
 def check_plain_rows() -> None:
-    """Check on two tokens, one of an adapter in the last place and one of none, that only the first has the adapter added.
-
-    Raises:
-        RuntimeError: the other has it added as well, or neither has.
-    """
+    """Raise RuntimeError unless, of two tokens, only that of an adapter, which is in the last place, has the adapter added."""
     from vllm.lora.layers import LoRAMapping  # noqa: PLC0415
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU  # noqa: PLC0415
 

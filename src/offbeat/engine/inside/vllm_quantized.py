@@ -99,11 +99,7 @@ def _frozen(tensor: Tensor) -> nn.Parameter:
 
 
 class _Form(QuantizationConfig):
-    """What vLLM asks of a form of weights.
-
-    Attributes:
-        name: value of vLLM's `--quantization`.
-    """
+    """What vLLM asks of a form of weights, of which `name` is the value of `--quantization`."""
 
     name: str
     linear: type[_Rounded]

@@ -39,11 +39,7 @@ class ReadBack:
         self._readable = {name for name, same in self._compare(files, every=True) if same}
 
     def check(self, files: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Compare the tensors in the files with the weights in use.
-
-        Returns:
-            Names of tensors that differ from those in use, and names of tensors that cannot be compared.
-        """
+        """Return names of the files' tensors that differ from the weights in use, and names of those that cannot be compared."""
         found = dict(self._compare(files, every=False))
         wrong = dict.fromkeys(name.partition(":")[0] for name, same in found.items() if same is False)
         return list(wrong), [name for name, same in found.items() if same is None]
@@ -88,8 +84,8 @@ class ReadBack:
 def _compare_live(module: Any, name: str, tensor: Tensor, part: int | None, turn: int) -> tuple[bool, dict[str, bool]]:
     """Compare a tensor with the numbers in use in its place: rows [N, I] or [N]; of a matrix a few columns, different ones each turn.
 
-    Returns:
-        Whether they are the same; and of a rounded matrix, whether the kernel's memory has the same "scales" and "numbers", where it may.
+    Returns whether they are the same; and of a rounded matrix, whether the kernel's memory has the same "scales" and "numbers", where it
+    may.
 
     Raises:
         ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError: they cannot be read here.
@@ -194,15 +190,10 @@ def _width(module: Any, tensor: Tensor) -> tuple[int, int]:
 
 @torch.inference_mode()
 def check_adapter(manager: Any, number: int, folder: str) -> tuple[list[str], list[str]]:
-    """Compare the weights in use for an adapter with its folder.
+    """Compare the weights in use for the adapter that vLLM's `LoRAModelManager` knows by this number with its folder.
 
-    Args:
-        manager: vLLM's `LoRAModelManager`.
-        number: the number by which vLLM knows the adapter.
-
-    Returns:
-        Names of tensors in the folder that differ from the weights in use, and of layers that use weights not in the folder; and names of
-        tensors that cannot be compared.
+    Returns names of tensors in the folder that differ from the weights in use, and of layers that use weights not in the folder; and names
+    of tensors that cannot be compared.
     """
     tensors = dict(read_files(files_of(folder)))
     slots = list(getattr(manager, "lora_index_to_id", ()))

@@ -10,10 +10,6 @@ from vllm_files import RefusedError
 
 
 def check_sleep(engine: Any, *, on_cpu: bool) -> None:
-    """Check that an engine frees memory when it is put to sleep.
-
-    Raises:
-        RefusedError: it was started without the flag that this takes.
-    """
+    """Raise RefusedError if an engine was started without the flag that it takes to free memory in a sleep."""
     if not on_cpu and not engine.vllm_config.model_config.enable_sleep_mode:
         raise RefusedError("this server cannot be put to sleep, because it runs without --enable-sleep-mode")

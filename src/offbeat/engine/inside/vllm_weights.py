@@ -82,8 +82,7 @@ def _receive(address: str, fingerprint: str, held: Weights | None) -> dict[str, 
 def _read_changes(folder: str, fingerprint: str, held: Weights | None) -> dict[str, torch.Tensor]:
     """Read a folder of changes on top of `held`, or if they do not fit, of the last whole version and all changes since.
 
-    Raises:
-        RefusedError: they fit neither; the message says why not the latter.
+    Raises RefusedError if they fit neither; the message says why not the latter.
     """
     changes, reason = offbeat_module("model", "changes"), ""
     for base in (held, None) if held is not None else (None,):

@@ -41,11 +41,7 @@ def answered(method: Callable[..., Any]) -> Callable[..., Told]:
 
 
 def read_answers(told: Sequence[Told]) -> list[Any]:
-    """Return all workers' answers.
-
-    Raises:
-        RuntimeError: something went wrong in a worker.
-    """
+    """Return all workers' answers. Raises RuntimeError if something went wrong in a worker."""
     if errors := [error for _, error in told if error]:
         raise RuntimeError(errors[0])
     return [answer for answer, _ in told]
@@ -63,11 +59,8 @@ class WorkerExtension:
     def offbeat_load(self, files: list[str], started_with: list[str]) -> dict[str, Any]:
         """Load safetensors files over the current weights, on this worker's accelerator or CPU.
 
-        Returns:
-            The fingerprint of the files, and the number of tensors that could not be compared with the weights in use.
-
-        Raises:
-            RuntimeError: the weights in use differ from the files.
+        Returns the fingerprint of the files, and the number of tensors that could not be compared with the weights in use. Raises
+        RuntimeError if these differ from the files.
         """
         self._offbeat_read_back(started_with)
         self._offbeat_reload(files)
@@ -80,13 +73,9 @@ class WorkerExtension:
 
     @answered
     def offbeat_compare(self, files: list[str]) -> int:
-        """Compare the files of the version loaded last with the weights in use.
+        """Compare the files of the version loaded last with the weights in use; returns the number of tensors that could not be compared.
 
-        Returns:
-            The number of tensors that could not be compared.
-
-        Raises:
-            RuntimeError: the weights in use differ from the files.
+        Raises RuntimeError if the weights in use differ from the files.
         """
         return self._offbeat_compare(files)
 
@@ -94,8 +83,7 @@ class WorkerExtension:
     def offbeat_adapter(self, number: int, folder: str) -> tuple[list[str], list[str]]:
         """Run `check_adapter` on the adapter that vLLM knows by that number.
 
-        Raises:
-            RuntimeError: requests without an adapter would have one added.
+        Raises RuntimeError if requests without an adapter would have one added.
         """
         if current_platform.is_cpu():
             check_plain_rows()

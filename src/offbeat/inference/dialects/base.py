@@ -11,11 +11,7 @@ T = TypeVar("T")
 
 
 class Wire(Protocol):
-    """One engine's HTTP connection; `offbeat.inference.client.EngineClient` implements it.
-
-    Attributes:
-        name: name of the engine, for messages.
-    """
+    """One engine's HTTP connection; `offbeat.inference.client.EngineClient` implements it."""
 
     @property
     def name(self) -> str: ...
@@ -41,11 +37,7 @@ class Dialect(Protocol):
     """The requests and answers of one kind of engine. Deadlines are set by the caller. All methods raise the errors of `Wire.call`."""
 
     async def check(self, wire: Wire) -> None:
-        """Return if the engine is ready and meets this dialect's requirements.
-
-        Raises:
-            EngineError: it is not ready, or lacks an interface; the message says which, and how to fix it.
-        """
+        """Return if the engine is ready and meets this dialect's requirements; else EngineError says what it lacks, and how to fix it."""
         ...
 
     async def generate(self, wire: Wire, prompt: tuple[int, ...], sampling: Sampling, *, n: int, adapter: str) -> list[Sample]:
@@ -57,18 +49,13 @@ class Dialect(Protocol):
         ...
 
     async def hear_running(self, wire: Wire, hearings: Mapping[str, Hearing]) -> None:
-        """Bring the samples of running requests up to date, by the requests' names.
-
-        Raises:
-            RefusedError: the engine does not tell what it has generated so far.
-        """
+        """Bring the samples of running requests up to date, by the requests' names. Raises RefusedError if the engine cannot tell them."""
         ...
 
     async def score(self, wire: Wire, request: ScoreRequest, *, adapter: str) -> PromptScore:
         """Score given tokens with the adapter of that name, or with the base model where it is empty.
 
-        Raises:
-            RefusedError: the engine cannot report the requested numbers.
+        Raises RefusedError if the engine cannot report the requested numbers.
         """
         ...
 
@@ -87,8 +74,7 @@ class Dialect(Protocol):
     async def sleep(self, wire: Wire, *, keep_weights: bool) -> None:
         """Free the memory of the cache and of the weights, until the next `switch`, or with `keep_weights` until `wake`; requests wait.
 
-        Raises:
-            RefusedError: the engine cannot sleep.
+        Raises RefusedError if the engine cannot sleep.
         """
         ...
 

@@ -57,11 +57,7 @@ class _Completion(msgspec.Struct):
 
 
 class Running(msgspec.Struct):
-    """The newest tokens of a running sample, as base64 of little-endian int32 and float32.
-
-    Attributes:
-        first: number of the sample's tokens before them.
-    """
+    """The newest tokens of a running sample, behind its `first` ones, as base64 of little-endian int32 and float32."""
 
     first: int
     token_ids: bytes

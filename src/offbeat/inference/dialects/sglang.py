@@ -187,11 +187,7 @@ class SGLangDialect:
 
 
 def _shaping(shaping: Shaping) -> dict[str, Any]:
-    """Return the parameters of /generate for this shaping.
-
-    Raises:
-        RefusedError: SGLang has none for a part of it.
-    """
+    """Return the parameters of /generate for this shaping. Raises RefusedError if SGLang has none for a part of it."""
     told = shaping.fields()
     told.pop("structured_outputs", None)
     if "min_tokens" in told:

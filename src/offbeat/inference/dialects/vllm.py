@@ -195,11 +195,7 @@ class VllmDialect(EmbeddedDialect):
 
 
 def _target_logprobs(request: ScoreRequest, rows: Sequence[Mapping[int, float]]) -> tuple[tuple[float, ...], ...]:
-    """Look up the log-probabilities of a request's targets in the rows of all positions but the first.
-
-    Raises:
-        RefusedError: a target is not among the tokens of its row.
-    """
+    """Look up a request's targets in the rows of all positions but the first. Raises RefusedError if one is not among its row's tokens."""
     if request.targets is None:
         return ()
     missing = next(((i, t) for i, row in enumerate(rows, 1) for t in request.targets[i] if t not in row), None)
