@@ -53,11 +53,7 @@ class ProgramPlayer:
 
 @dataclass(frozen=True)
 class AgentWorkflow:
-    """Plays agents; a workflow.
-
-    Attributes:
-        max_tokens: longest sequence that can be trained on.
-    """
+    """Plays agents; a workflow. `max_tokens` is the longest sequence that can be trained on."""
 
     proxy: Proxy
     player: Player
@@ -68,7 +64,6 @@ class AgentWorkflow:
         return await play_group(episode, self)
 
     async def play_episode(self, episode: Episode, index: int) -> list[Trajectory]:
-        """See `PlaysEpisodes.play_episode`."""
         config = self.config
         limits = EpisodeLimits(config.max_turns, min(episode.context, self.max_tokens))
         clock = AgentClock(config.timeout_s, episode)

@@ -60,11 +60,7 @@ class CommandPlayer:
             handler.close()
 
     async def play(self, task: AgentTask, off_the_clock: Waiting = on_the_clock, clock: EpisodeClock | None = None) -> Played:
-        """Run the command to its end.
-
-        Raises:
-            CodeError: it ended with an error; quotes the end of its output.
-        """
+        """Run the command to its end; raises CodeError, which quotes the end of its output, if it ended with an error."""
         with tempfile.TemporaryDirectory(prefix="offbeat-row-", ignore_cleanup_errors=True) as folder:
             file = Path(folder) / "row.json"
             async with self._places.taken(off_the_clock), clock or agent_clock(task.timeout_s):

@@ -56,11 +56,7 @@ class Environment(Protocol):
 
 
 class Stage(Protocol):
-    """The source of a process's environments; made once, when the process starts.
-
-    Attributes:
-        tools: tools that are described to the model.
-    """
+    """The source of a process's environments, made once, when the process starts; its `tools` are described to the model."""
 
     tools: tuple[Tool, ...]
 

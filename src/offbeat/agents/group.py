@@ -32,10 +32,8 @@ class PlaysEpisodes(Protocol):
 async def play_group(episode: Episode, workflow: PlaysEpisodes) -> list[Trajectory]:
     """Return the trajectories of all episodes; a failed episode has one that holds the reason.
 
-    An episode that is played once more gets the answers that it had, as long as it makes the same calls.
-
-    Raises:
-        Exception: the first episode's error, if all failed.
+    An episode that is played once more gets the answers that it had, as long as it makes the same calls. If all failed, the first one's
+    error is raised.
     """
     failures: list[BaseException] = []
 

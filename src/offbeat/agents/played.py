@@ -62,7 +62,6 @@ class PlayedWorkflow:
         return await play_group(episode, self)
 
     async def play_episode(self, episode: Episode, index: int) -> list[Trajectory]:
-        """See `PlaysEpisodes.play_episode`."""
         players: dict[str, _Player] = {}
         clock = AgentClock(self.config.timeout_s, episode)
         async with self.pool.seat(episode.off_the_clock) as seat, clock:
@@ -134,10 +133,8 @@ class PlayedWorkflow:
 async def readable(message: Message, tokenizer: Tokenizer) -> Message:
     """Return a message of an environment with images that the model can read.
 
-    A model that reads none gets "[image]" in their places, and the model is told of an image in a tool's result that cannot be used.
-
-    Raises:
-        DataError: an image of another message cannot be used.
+    A model that reads none gets "[image]" in their places, and the model is told of an image in a tool's result that cannot be used; for
+    one in another message this raises DataError.
     """
     if not message.images or tokenizer.images is None:
         return without_images(message)

@@ -57,8 +57,7 @@ class Seat:
 class PlayPool:
     """A pool of processes that play one agent, environment or set of tools.
 
-    Attributes:
-        tools: tools that are described to models; known once the pool has been entered.
+    `tools` are described to models; they are known once the pool has been entered.
     """
 
     def __init__(
@@ -91,8 +90,7 @@ class PlayPool:
     async def seat(self, off_the_clock: Waiting = on_the_clock) -> AsyncIterator[Seat]:
         """Give an episode a place, for which it waits `off_the_clock`; on leaving, its calls that still run are ended.
 
-        Raises:
-            CodeError, WorkerError, DeadlineError: a replacement process does not start.
+        Raises CodeError, WorkerError or DeadlineError if a replacement process does not start.
         """
         async with self._pool.place(off_the_clock) as index:
             process = await self._pool.process(index)

@@ -80,7 +80,6 @@ class PendingTurn:
 
     Attributes:
         prompt: [L] token ids to continue.
-        sampling: how to sample.
         nodes: its answers so far; several if the request asks for n of them.
     """
 
@@ -168,8 +167,7 @@ class Recorder:
     def find_continuation(self, request: ChatRequest) -> Continuation:
         """Find the answer that the request continues.
 
-        Raises:
-            RefusedError: the episode is past its limits, or the request asks for something unsupported.
+        Raises RefusedError if the episode is past its limits, or the request asks for something unsupported.
         """
         if self.num_turns + request.n > self._limits.max_turns:
             raise RefusedError(
@@ -184,8 +182,7 @@ class Recorder:
     def render(self, found: Continuation) -> Rendered:
         """Render and tokenize a request, on any thread, since it reads nothing that changes.
 
-        Raises:
-            RefusedError, ModelError: the chat template refuses the messages.
+        Raises RefusedError or ModelError if the chat template refuses the messages.
         """
         request, parent = found.request, found.parent
         given = None if parent is None else self._continue(parent, request, found.num_known, found.opening)
@@ -194,11 +191,7 @@ class Recorder:
         return Rendered(found, parent, tuple(given))
 
     def begin_turn(self, rendered: Rendered) -> PendingTurn:
-        """Begin to answer a request.
-
-        Raises:
-            RefusedError: the prompt leaves no room for an answer.
-        """
+        """Begin to answer a request; raises RefusedError if the prompt leaves no room for an answer."""
         found, parent, given = rendered.found, rendered.parent, rendered.given
         request, opening = found.request, found.opening
         before = () if parent is None else _tokens(parent.path)
@@ -242,11 +235,8 @@ class Recorder:
     def chains(self, reward: float, *, episode: int | None, agent: str = "") -> list[Trajectory]:
         """Return one trajectory for each chain of answers that was read to its end; none if nothing was read.
 
-        An answer that several chains share is trained on in the first and is context in the others.
-
-        Args:
-            reward: of the whole episode; also several by name, or a failed one.
-            episode, agent: see `Trajectory`.
+        An answer that several chains share is trained on in the first and is context in the others. The reward is the whole episode's, also
+        several by name, or a failed one.
         """
         read = [node for node in self._nodes if node.is_read]
         inner = {id(node.parent) for node in read}

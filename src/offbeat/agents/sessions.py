@@ -213,11 +213,7 @@ class Session:
 
 
 class SessionGroup:
-    """Several sessions behind one key, told apart by the X-Session-ID header. For programs that play many episodes with one key.
-
-    Attributes:
-        key: secret that their clients have to send.
-    """
+    """Several sessions behind one key, told apart by the X-Session-ID header. For programs that play many episodes with one key."""
 
     def __init__(self, recorder: Recorder, generate: Generate, *, key: str, linger_s: float) -> None:
         """`recorder` is one of those that the sessions record with; they begin anew."""
@@ -254,11 +250,7 @@ class SessionGroup:
 
 @dataclass(eq=False)
 class ProxySessions:
-    """All sessions of a proxy, by key.
-
-    Attributes:
-        linger_s: seconds that a call runs on without a client.
-    """
+    """All sessions of a proxy, by key. A call runs on for `linger_s` seconds without a client."""
 
     linger_s: float = 10.0
     _open: dict[str, Session | SessionGroup] = field(default_factory=dict)

@@ -40,11 +40,7 @@ class AgentTask:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The row's prompt as messages for chat completions, with its images as parts.
-
-        Raises:
-            DataError: the file of an image cannot be read.
-        """
+        """The row's prompt as messages for chat completions, with its images as parts; raises DataError if one cannot be read."""
         return messages_to_send(self.row)
 
     def row_text(self) -> str:

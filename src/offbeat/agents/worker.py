@@ -131,11 +131,7 @@ class PlayWorker:
         return PlayLoaded(self._stage.tools)
 
     async def _of(self, number: int, playing: Awaitable[Any]) -> Any:
-        """Run a call as a part of an episode.
-
-        Raises:
-            CodeError: user code raised.
-        """
+        """Run a call as a part of an episode; raises CodeError if user code raised."""
         episode = self._episodes.setdefault(number, _Episode())
         task = asyncio.ensure_future(playing)
         episode.calls.add(task)

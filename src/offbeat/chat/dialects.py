@@ -51,11 +51,7 @@ class ChatDialect(Protocol):
         self._rules = ImageRules(surface != "service", image_files)
 
     def read(self, body: bytes) -> ChatRequest:
-        """Read the body of a request.
-
-        Raises:
-            RefusedError: it is wrong, or asks for something unsupported; for an answer with status 400.
-        """
+        """Read the body of a request; raises RefusedError, for status 400, if it is wrong or asks for something unsupported."""
         ...
 
     def whole(self, request: ChatRequest, answer: ChatAnswer) -> bytes:
@@ -179,11 +175,7 @@ _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "summary_text", "
 
 
 def read_body(kind: type[T], data: bytes) -> T:
-    """Decode and check a body.
-
-    Raises:
-        RefusedError: it is not JSON, lacks a field or has one of the wrong type; the message names the field.
-    """
+    """Decode and check a body; raises RefusedError, which names the field, if it is not JSON, lacks a field or has a wrong one."""
     try:
         return msgspec.json.decode(data or b"{}", type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
@@ -193,8 +185,7 @@ def read_body(kind: type[T], data: bytes) -> T:
 def read_fields(kind: type[T], data: bytes, *, api: Api, surface: Surface) -> T:
     """Decode a body of an API, and check that each of its fields is honoured. A field that is null is one that was left out.
 
-    Raises:
-        RefusedError: as `read_body`, and as `fields.check_fields`.
+    Raises as `read_body` and `fields.check_fields`.
     """
     body = read_body(dict[str, Any], data)
     check_fields(api, surface, body)
@@ -219,8 +210,7 @@ def text_of(content: str | Sequence[ContentPart] | None, where: str) -> str:
 def content_of(content: str | Sequence[ContentPart] | None, where: str, rules: ImageRules) -> Shown:
     """Return the text and the images of the content of a user's or a tool's message.
 
-    Raises:
-        RefusedError: a part is neither, or an image that the rules do not allow.
+    Raises RefusedError for a part that is neither, or an image that the rules do not allow.
     """
     if content is None or isinstance(content, str):
         return Shown(content or "")
@@ -276,11 +266,8 @@ def check_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:
 def tools_wanted(given: Iterable[Tool], choice: tuple[str, str]) -> dict[str, Any]:
     """Return tools and choice as fields of a `ChatRequest`.
 
-    Args:
-        choice: "auto", "none" or "required", and the tool that the client names, such as ("required", "add"); else "".
-
-    Raises:
-        RefusedError: two tools have one name, or no answer could satisfy the choice.
+    The choice is "auto", "none" or "required", and the tool that the client names, such as ("required", "add"); else "". Raises
+    RefusedError if two tools have one name, or no answer could satisfy the choice.
     """
     tools, (how, name) = check_tools(list(given)), choice
     _check_choice(how, name, tools)

@@ -224,8 +224,7 @@ FIELDS: Mapping[Api, Mapping[str, Field]] = {
 def check_fields(api: Api, surface: Surface, body: Mapping[str, Any]) -> None:
     """Refuse a body with a field that would not be honoured.
 
-    Raises:
-        RefusedError: a field is unknown, or would change the answer and is not honoured; `param` is its name, e.g. "text.format".
+    Raises RefusedError if a field is unknown, or would change the answer and is not honoured; `param` is its name, e.g. "text.format".
     """
     table = FIELDS[api]
     for key, value in body.items():

@@ -35,11 +35,7 @@ class ImageRules:
     files: Path | None = None
 
     def source_of(self, address: object, where: str) -> ImageSource:
-        """Return the image at a data URI, or at a path below `files`.
-
-        Raises:
-            RefusedError: it is neither.
-        """
+        """Return the image at a data URI, or at a path below `files`; raises RefusedError if it is neither."""
         if isinstance(address, str) and address.startswith("data:"):
             try:
                 return image_of(address, where)
@@ -78,8 +74,7 @@ class Shown:
 def join_parts(parts: Sequence[str | ImageSource], where: str) -> Shown:
     """Join texts and images of a message. Texts that follow each other are lines; an image stands between texts without line breaks.
 
-    Raises:
-        RefusedError: a text beside images has the mark of an image itself.
+    Raises RefusedError if a text beside images has the mark of an image itself.
     """
     images = tuple(part for part in parts if isinstance(part, ImageSource))
     if images and any(MARK in part for part in parts if isinstance(part, str)):
@@ -115,11 +110,7 @@ def messages_of(row: Row) -> list[Message]:
 
 
 def messages_to_send(row: Row) -> list[dict[str, Any]]:
-    """Return the prompt of a row as messages for chat completions, with its images as data URIs.
-
-    Raises:
-        DataError: the file of an image cannot be read.
-    """
+    """Return the prompt of a row as messages for chat completions, with its images as data URIs; raises DataError if one cannot be read."""
     given = ({"role": "user", "content": row.prompt},) if isinstance(row.prompt, str) else row.prompt
     images = iter(row.images)
 

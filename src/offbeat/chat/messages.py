@@ -140,7 +140,6 @@ class Reply:
     """One answer.
 
     Attributes:
-        message: the assistant's.
         stop: the stop string that ended it; empty if none did.
         logprobs: of each token, if they are wanted.
         num_tokens: number of generated tokens.
@@ -166,9 +165,8 @@ class ChatAnswer:
     Attributes:
         id: unique; the dialect adds its own prefix.
         created: seconds since the epoch.
-        num_prompt_tokens: length of the prompt.
         prompt_ids: the prompt's tokens, if they are wanted.
-        num_cached_tokens: number of tokens at its beginning that the engine did not compute, because an earlier prompt began with them.
+        num_cached_tokens: number of the prompt's first tokens that the engine did not compute, because an earlier prompt began with them.
     """
 
     id: str

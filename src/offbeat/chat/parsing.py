@@ -28,22 +28,14 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 @dataclass(frozen=True)
 class Parsed:
-    """A text as a message.
-
-    Attributes:
-        malformed: the fault of a call that could not be read and is part of the message's text; else empty.
-    """
+    """A text as a message; `malformed` is the fault of a call that could not be read and is part of the message's text, else empty."""
 
     message: Message
     malformed: str = ""
 
 
 class AnswerReader(Protocol):
-    """Reads one answer as it grows.
-
-    Attributes:
-        malformed: as in `Parsed`.
-    """
+    """Reads one answer as it grows; `malformed` is as in `Parsed`."""
 
     malformed: str
 
@@ -143,11 +135,7 @@ def _read_calls(
     template: ResponseTemplate, balanced: Sequence[tuple[str, str]], tools: Sequence[Mapping[str, Any]], call_ids: CallIds,
     text: str,
 ) -> tuple[ToolCall, ...]:
-    """Read the text of one call, by the template of its format.
-
-    Raises:
-        ValueError: it cannot be read; the message says why.
-    """
+    """Read the text of one call, by the template of its format; raises ValueError, which says why, if it cannot be read."""
     try:
         _check_balance(balanced, text)
         return _calls(read_response(text, template, prefix="", tools=tools).get("tool_calls") or [], call_ids)
@@ -163,11 +151,7 @@ def _check_balance(balanced: Sequence[tuple[str, str]], text: str) -> None:
 
 
 def _calls(raw: Sequence[Any], call_ids: CallIds) -> tuple[ToolCall, ...]:
-    """Check the calls that a response template found.
-
-    Raises:
-        ValueError: something is no call; named in the message.
-    """
+    """Check the calls that a response template found; raises ValueError, which names what is no call."""
     found: list[tuple[str, str]] = []
     for entry in raw:
         function = entry.get("function") if isinstance(entry, dict) else None

@@ -210,11 +210,7 @@ def tool_json(tool: Tool) -> dict[str, Any]:
 
 
 def arguments_of(call: ToolCall) -> dict[str, Any]:
-    """Return a call's arguments as an object; none are an empty one.
-
-    Raises:
-        RefusedError: they are no JSON object.
-    """
+    """Return a call's arguments as an object; none are an empty one. Raises RefusedError if they are no JSON object."""
     try:
         arguments = json.loads(call.arguments or "{}")
     except (ValueError, RecursionError) as exc:

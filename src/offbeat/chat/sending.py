@@ -47,8 +47,7 @@ def _nothing() -> None:
 class ChatResponse(Response):
     """Waits for the answer of a task and sends it.
 
-    Attributes:
-        ended: called once, with the status and the sentence of an error, before the last of the answer is sent.
+    `ended` is called once, with the status and the sentence of an error, before the last of the answer is sent.
     """
 
     def __init__(

@@ -193,13 +193,9 @@ class ShapingFields(msgspec.Struct, kw_only=True):
     guided_grammar: str | None = None
 
     def shaping(self, *, structure: Structure | None = None) -> Shaping:
-        """Return the fields as a `Shaping`.
+        """Return the fields as a `Shaping`; `structure` is a form that the dialect writes in a field of its own.
 
-        Args:
-            structure: a form that the dialect writes in a field of its own.
-
-        Raises:
-            RefusedError: a value is out of range, `response_format` is of an unknown type, or several forms are given.
+        Raises RefusedError if a value is out of range, `response_format` is of an unknown type, or several forms are given.
         """
         if self.allowed_token_ids == []:
             raise RefusedError("allowed_token_ids is empty, so no token could be drawn; give token ids, or leave it out")

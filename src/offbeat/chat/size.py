@@ -19,8 +19,7 @@ _LEAST_BYTES = 1 << 16
 def check_chat_size(request: ChatRequest, tokenizer: Tokenizer, *, context: int) -> None:
     """Refuse a chat of more bytes than `context` tokens can stand for, or of more images than the model's reader takes.
 
-    Raises:
-        RefusedError: says how many there may be.
+    Raises RefusedError, which says how many there may be.
     """
     count = sum(len(message.images) for message in request.messages)
     if tokenizer.images is not None and count > tokenizer.images.limits.max_images:

@@ -42,11 +42,7 @@ def _kind(piece: Piece) -> SaidKind | None:
 
 
 class Splitter:
-    """Splits an answer without calls, all of which is text.
-
-    Attributes:
-        malformed: the fault of a call that could not be read; else empty.
-    """
+    """Splits an answer without calls, all of which is text; `malformed` is the fault of a call that could not be read, else empty."""
 
     def __init__(self) -> None:
         self.malformed = ""

@@ -23,7 +23,7 @@ def call_structure(
 
     Args:
         tool_name: the only tool that may be called, whose name stands before the answer; empty if there are several.
-        special_text_in: returns a special token in a text, which no grammar can spell; empty if it holds none.
+        special_text_in: finds special tokens, which no grammar can spell.
 
     Raises:
         RefusedError: the format has no JSON, or the tool's name is not followed by plain text.

@@ -136,10 +136,8 @@ def declared(
     """Yield the settings of a section and of the tables in it, in the order of the files.
 
     Args:
-        section: such as `config.root.Config`.
         prefix: of keys, such as "train.".
-        on_resume: default where neither a field nor its section has one.
-        read_by: likewise.
+        on_resume, read_by: defaults where neither a field nor its section has one.
         basic: False if no setting in it is to be basic.
     """
     on_resume, read_by = section.on_resume or on_resume, section.read_by or read_by

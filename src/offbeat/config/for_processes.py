@@ -23,11 +23,7 @@ from offbeat.config.weights import WeightsConfig
 
 
 class RankConfig(Section):
-    """The sections that train ranks read, and the process that calls them.
-
-    Attributes:
-        run_dir: folder of the run, such as "runs/quickstart".
-    """
+    """The sections that train ranks read, and the process that calls them; `run_dir` is the run's folder, such as "runs/quickstart"."""
 
     run: RunConfig
     model: ModelConfig

@@ -49,8 +49,7 @@ def remembered(config: Config) -> dict[str, Any]:
 def remembered_in(file: Path) -> dict[str, Any]:
     """Return those settings of `remembered` that a run's own `config.toml` holds, whichever version wrote it; {} without the file.
 
-    Raises:
-        ConfigError: the file cannot be read as TOML.
+    Raises ConfigError if the file cannot be read as TOML.
     """
     if not file.exists():
         return {}

@@ -19,11 +19,7 @@ _PIECE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]|[^{}]+")
 
 @dataclass(frozen=True)
 class Template:
-    """A parsed template.
-
-    Attributes:
-        pieces: in order, each its text and whether that is the name of a column, such as ("question", True).
-    """
+    """A parsed template: its pieces in order, each a text and whether that is the name of a column, such as ("question", True)."""
 
     pieces: tuple[tuple[str, bool], ...]
 
@@ -35,18 +31,13 @@ class Template:
     def fill(self, record: Mapping[str, Any], where: str) -> str:
         """Return the text for a record. Numbers are written as in Python, and lists, objects and truth values as JSON.
 
-        Raises:
-            DataError: the record `where` lacks a column, or it is null there.
+        Raises DataError if the record `where` lacks a column, or it is null there.
         """
         return "".join(_written(record, text, where) if is_column else text for text, is_column in self.pieces)
 
 
 def parse_template(text: str) -> Template:
-    """Parse a template.
-
-    Raises:
-        ValueError: a brace stands alone, a field has no name, or there is no field at all.
-    """
+    """Parse a template; raises ValueError if a brace stands alone, a field has no name, or there is no field at all."""
     pieces: list[tuple[str, bool]] = []
     for match in _PIECE.finditer(text):
         piece = match[0]
@@ -79,11 +70,7 @@ def _written(record: Mapping[str, Any], name: str, where: str) -> str:
 
 
 def read_chat_template(given: str) -> str:
-    """Return the text of a chat template that is given as text, or as the name of a file.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """Return the text of a chat template that is given as text, or as the name of a file; raises ValueError if it is neither."""
     if "{" in given or "\n" in given:
         return given
     try:

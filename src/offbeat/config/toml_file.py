@@ -8,11 +8,7 @@ from offbeat.errors import ConfigError
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file as it is.
-
-    Raises:
-        ConfigError: it is missing, is not TOML, or cannot be read.
-    """
+    """Read a TOML file as it is; raises ConfigError if it is missing, is not TOML, or cannot be read."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows put a mark of the byte order first
     except FileNotFoundError as exc:

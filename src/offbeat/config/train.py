@@ -70,8 +70,7 @@ class ParallelConfig(Section):
     def num_replicas(self, num_ranks: int) -> int:
         """Return how many copies of the model, each divided as these settings say, `num_ranks` ranks hold.
 
-        Raises:
-            ValueError: the ranks do not come out even.
+        Raises ValueError if the ranks do not come out even.
         """
         each = self.shard * self.ranks_per_share
         if num_ranks % each:

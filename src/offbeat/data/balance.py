@@ -69,11 +69,8 @@ def partition(costs: Sequence[float] | np.ndarray, k: int, *, equal_size: bool =
 def lower_bound(costs: np.ndarray, k: int) -> float:
     """Return the largest of three lower bounds on the most expensive part: the mean, the most expensive item, and the pigeonhole bound.
 
-    Of the j k + 1 most expensive items some part holds at least j + 1, which cost at least the j + 1 cheapest of them.
-
-    Args:
-        costs: [N] float64, non-negative.
-        k: number of parts.
+    Of the j k + 1 most expensive items some part holds at least j + 1, which cost at least the j + 1 cheapest of them. The costs, [N]
+    float64, are not negative.
     """
     if not len(costs):
         return 0.0
@@ -89,18 +86,11 @@ def lower_bound(costs: np.ndarray, k: int) -> float:
 def karmarkar_karp(seqlen_list: Sequence[float] | np.ndarray, k_partitions: int, equal_size: bool) -> Parts:
     """Largest differencing: repeatedly combine the two partial splits with the largest spread, most expensive parts with cheapest.
 
-    Partial splits keep only their non-empty parts, and a part is a tree of the parts it came from, so merging copies no items.
+    Partial splits keep only their non-empty parts, and a part is a tree of the parts it came from, so merging copies no items. Gives lists
+    of the indices of items with costs [N]; raises as `partition`.
 
     Args:
-        seqlen_list: [N] costs.
-        k_partitions: number of parts.
         equal_size: start from blocks of k items, one per part, so that numbers of items differ by at most 1.
-
-    Returns:
-        k lists of item indices.
-
-    Raises:
-        DataError: as for `partition`.
 
     Source: Karmarkar and Karp, "The differencing method of set partitioning", 1982.
     """
@@ -123,10 +113,7 @@ def karmarkar_karp(seqlen_list: Sequence[float] | np.ndarray, k_partitions: int,
 def longest_first(costs: Sequence[float], k: int) -> Parts:
     """Give each item, most expensive first, to the part that is cheapest so far: at most 4/3 - 1/(3k) times the optimum.
 
-    Raises:
-        DataError: as for `partition`.
-
-    Source: Graham, "Bounds on multiprocessing timing anomalies", 1969.
+    Raises as `partition`. Source: Graham, "Bounds on multiprocessing timing anomalies", 1969.
     """
     return _longest_first(_checked(costs, k).tolist(), k, equal_size=False)
 

@@ -75,8 +75,7 @@ class FilterSpec:
 class RegulariserSpec:
     """A term that is added to the loss of every target, also of those whose weight is 0; see `losses.regularisers`.
 
-    Attributes:
-        share: of kl_cov, which acts on that share of the batch's targets alone; see `algorithms.selection`.
+    kl_cov acts on a `share` of the batch's targets alone; see `algorithms.selection`.
     """
 
     kind: Literal[tuple(REGULARISERS)]  # pyright: ignore[reportInvalidTypeForm]
@@ -220,16 +219,13 @@ class Batch:
         losses: tuple[LossSpec, ...], of_tokens: Mapping[str, Sequence[np.ndarray]] | None = None,
         shared: SharedPrompts | None = None, denominator: float = 1.0,
     ) -> Self:
-        """Make the batch of `of_next_tokens` from sequences that lie apart.
+        """Make the batch of `of_next_tokens` from sequences that lie apart; raises as it does.
 
         Args:
             tokens: N sequences, [L] int32 each.
             trained: N masks, [L] bool each.
             columns: [M] each, by name, one value for each target.
             of_tokens: further columns by name, N arrays [L] float32 each, of which only values at trained tokens are used.
-
-        Raises:
-            DataError: as `of_next_tokens`.
         """
         if any(len(mask) and mask[0] for mask in trained):
             raise DataError("the first token of a sequence cannot be trained on: nothing predicts it")

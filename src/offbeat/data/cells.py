@@ -39,8 +39,7 @@ _RECORD = msgspec.json.Decoder(Any, float_hook=NumberText)
 def decode_record(text: bytes) -> Any:
     """Decode JSON; numbers keep their text where they are values of a record, and are floats deeper inside of it.
 
-    Raises:
-        msgspec.DecodeError, UnicodeDecodeError, RecursionError: it is no JSON.
+    Raises msgspec.DecodeError, UnicodeDecodeError or RecursionError if it is no JSON.
     """
     return _with_numbers(_RECORD.decode(text))
 
@@ -109,11 +108,7 @@ def _as_text(value: bytes) -> str | bytes:
 def in_memory(value: Any, where: str) -> Any:
     """Return a value of a Python program as JSON knows it: bytes as text, numbers of narrow types at their shortest.
 
-    Args:
-        where: names the field in messages, as in "data, row 1: field 'prompt'".
-
-    Raises:
-        DataError: there are bytes that are no text.
+    Raises DataError for bytes that are no text; `where` names the field, as in "data, row 1: field 'prompt'".
     """
     if isinstance(value, bytes | bytearray | memoryview):
         try:

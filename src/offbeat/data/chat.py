@@ -130,12 +130,7 @@ def mark_answers(
 
 
 def check_shown(messages: Messages, tokenizer: Tokenizer, tools: Tools = ()) -> None:
-    """Refuse a prompt that the template does not write in full; the reasoning of earlier answers may be left out.
-
-    Raises:
-        DataError: something is not written.
-        ModelError: as `Tokenizer.chat_text`.
-    """
+    """Refuse a prompt that the template does not write in full, but for the reasoning of earlier answers; errors as of `mark_answers`."""
     written, given = tokenizer.written(messages, tools)
     text = tokenizer.render(written, given)
 
@@ -158,9 +153,7 @@ def judged_text(messages: Messages, tokenizer: Tokenizer, *, tools: Tools = ()) 
     """Return a chat that ends with the assistant's message as a reward model reads it: as the template writes it.
 
     Where the template leaves out a part of the answer, or writes it unlike generation, it is the text up to the end of the answer's turn.
-
-    Raises:
-        DataError, ModelError: as `mark_answers`.
+    Errors as of `mark_answers`.
     """
     if not messages[-1]["content"].strip() and not messages[-1].get("tool_calls"):  # a sample may end at once
         return tokenizer.chat_text(messages, tools=tools, to_answer=False)

@@ -33,8 +33,7 @@ _NOISE = 0.1
 class CostModel:
     """Seconds per rank and step: `linear` per row token, `quadratic` per attention square, and `constant`, which no split can change.
 
-    Raises:
-        DataError: a coefficient is negative or not finite.
+    Raises DataError if a coefficient is negative or not finite.
     """
 
     linear: float
@@ -56,14 +55,11 @@ TOKENS = CostModel(1.0, 0.0)
 
 
 def run_work(lengths: Sequence[int] | np.ndarray | int, prefix_lengths: Sequence[int] | np.ndarray | int = 0) -> np.ndarray:
-    """Compute the work of runs of tokens, each behind a prefix that it does not compute itself.
+    """Compute the work, [..., 2] float64, of runs of tokens, each behind a prefix that it does not compute itself.
 
     Args:
-        lengths: [...] integer, tokens of each run, e.g. [N].
+        lengths: [...] integer, tokens of each run, e.g. [N], whose work is [N, 2].
         prefix_lengths: [...] integer, tokens of each prefix, or one number for all.
-
-    Returns:
-        [..., 2] float64, e.g. [N, 2].
     """
     n = np.asarray(lengths, dtype=np.float64)
     return np.stack([n, n * (n + 2 * np.asarray(prefix_lengths, dtype=np.float64))], axis=-1)
@@ -116,8 +112,7 @@ def forward_flops(model_config: Mapping[str, Any]) -> ForwardFlops:
 def prior(model_config: Mapping[str, Any]) -> CostModel:
     """Estimate the cost of a forward and backward pass by `forward_flops`, before anything is measured.
 
-    Returns:
-        A model whose coefficients are meaningful only as a ratio, because the speed of the device is unknown. The constant is 0.
+    Its coefficients are meaningful only as a ratio, because the speed of the device is unknown. The constant is 0.
     """
     flops = forward_flops(model_config)
     return CostModel(3 * flops.per_token / _NOMINAL_FLOPS_PER_S, 3 * flops.per_square / _NOMINAL_FLOPS_PER_S)
@@ -128,10 +123,7 @@ class CostFit:
 
     The weight of old steps decays by 5 % per step. Where the times carry no information (after good balancing all ranks have similar
     loads), a weak ridge keeps linear and quadratic in the prior's ratio and the constant at 0. Coefficients are never negative. The first
-    step, which includes warming up, gets little weight.
-
-    Attributes:
-        model: the current cost model; the prior until something was measured.
+    step, which includes warming up, gets little weight. `model` is the prior until something was measured.
     """
 
     def __init__(self, prior: CostModel) -> None:

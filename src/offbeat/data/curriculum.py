@@ -56,11 +56,7 @@ class Curriculum:
         return not self._config.pools or bool(self._chances[index] < self._weights[self._pools(self._means[index])])
 
     def note(self, index: int, rewards: np.ndarray) -> None:
-        """Remember the rewards of a row's group.
-
-        Args:
-            rewards: [G] of its usable samples, finite; none leaves all as it was.
-        """
+        """Remember the rewards, [G] and finite, of the usable samples of a row's group; none leaves all as it was."""
         if len(rewards):
             self._means[index] = rewards.mean(dtype=np.float64)
             self._left[index] = 0 < self._config.leave_at <= np.mean(rewards >= RIGHT)

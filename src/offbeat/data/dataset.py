@@ -75,7 +75,6 @@ class SourceDataset(Generic[R]):
         return self.parse(self.source.record(self.start + index), self.where(index))
 
     def where(self, index: int) -> str:
-        """See `Dataset.where`."""
         return self.source.where(self.start + index)
 
 
@@ -97,7 +96,6 @@ class ListDataset(Generic[R]):
         return self.rows[index]
 
     def where(self, index: int) -> str:
-        """See `Dataset.where`."""
         return f"row {index}"
 
 
@@ -122,7 +120,6 @@ class EveryNth(Generic[R]):
         return self.dataset.row(self.first + index * self.n)
 
     def where(self, index: int) -> str:
-        """See `Dataset.where`."""
         return self.dataset.where(self.first + index * self.n)
 
 
@@ -148,7 +145,6 @@ class TaskDataset:
         raise _too_few_prompts(self.task, len(self.heldout))
 
     def where(self, index: int) -> str:
-        """See `Dataset.where`."""
         return f"row {index}"
 
 
@@ -191,16 +187,7 @@ def open_records(
 ) -> tuple[Dataset[R], Dataset[R]]:
     """Open the files or hub dataset that `config.path` and `heldout_*` name, with rows that `parse` makes.
 
-    Args:
-        limit, refused, check: as in `open_datasets`.
-
-    Returns:
-        Rows to train on, and held-out rows (empty if `data.heldout_size` is 0).
-
-    Raises:
-        DataError: a source cannot be used, or `parse` and `check` refuse more records than `data.max_unusable_rows`; every record is
-            checked here.
-        MissingExtraError: the source needs an optional dependency.
+    Records that `parse` refuses count like those that `check` does. Other arguments, results and errors are as of `open_datasets`.
     """
     refused = [] if refused is None else refused
 

@@ -34,11 +34,7 @@ class _Packed(msgspec.Struct, array_like=True):
 
 
 def route_dtype(num_experts: int) -> np.dtype:
-    """Return the type of the ids of experts in layers with up to `num_experts` of them.
-
-    Raises:
-        DataError: there are more experts than two bytes can tell apart.
-    """
+    """Return the type of ids in layers with up to `num_experts` experts; raises DataError if two bytes cannot tell so many apart."""
     for dtype in ROUTE_DTYPES:
         if num_experts <= unknown_id(dtype):
             return dtype
@@ -56,11 +52,7 @@ def unknown_routes(length: int, like: np.ndarray) -> np.ndarray:
 
 
 def check_routes(routes: Any, length: int) -> np.ndarray:
-    """Return a read-only copy of the routes [L, K] of `length` tokens.
-
-    Raises:
-        DataError: they are no such array; the message is the end of a sentence.
-    """
+    """Return a read-only copy of the routes [L, K] of `length` tokens; raises DataError, the end of a sentence, if they are none."""
     given = np.asarray(routes)
     if given.ndim != 2 or len(given) != length:
         raise DataError(f"must have shape ({length}, K), got {given.shape}")
@@ -74,11 +66,7 @@ def check_routes(routes: Any, length: int) -> np.ndarray:
 def join_routes(parts: Sequence[np.ndarray | None], lengths: Sequence[int]) -> np.ndarray | None:
     """Return the routes [sum of lengths, K] of sequences back to back; None where none of them has any.
 
-    Args:
-        parts: [L, K] each; those of a sequence without routes are unknown.
-
-    Raises:
-        DataError: they differ in K or type, because they are of different models.
+    The routes of a part, [L, K] each, are unknown where it has none. Raises DataError if parts differ in K, being of different models.
     """
     known = [part for part in parts if part is not None and part.shape[1]]
     if not known:
@@ -107,8 +95,7 @@ def pack_routes(routes: np.ndarray) -> bytes:
 def unpack_routes(packed: bytes) -> np.ndarray:
     """Return the routes [L, K] of bytes from `pack_routes`, or of an array [L, layers, k] in numpy's file format, as vLLM sends them.
 
-    Raises:
-        DataError: the bytes are none.
+    Raises DataError if the bytes are none.
     """
     if packed.startswith(_NPY):
         return _read_npy(packed)

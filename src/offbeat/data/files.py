@@ -104,11 +104,7 @@ class Sieve:
         return True
 
     def refuse(self, why: DataError) -> None:
-        """Count a record that cannot be used.
-
-        Raises:
-            DataError: there are more than `most_refused`; the given error itself if none is allowed.
-        """
+        """Count a record that cannot be used; raises DataError beyond `most_refused`, the given error itself where that is 0."""
         self.refused.append(str(why))
         if len(self.refused) <= self.most_refused:
             return
@@ -149,17 +145,12 @@ class JsonLines:
                 " bring it back as it was and start the run again") from exc
 
     def where(self, index: int) -> str:
-        """See `Source.where`."""
         return _line(self.path, self.lines[index])
 
 
 @dataclass(frozen=True, eq=False)
 class Records:
-    """Records in memory.
-
-    Attributes:
-        places: line or row of each, as in "line 3".
-    """
+    """Records in memory, each with its place, as in "line 3"."""
 
     path: Path
     records: list[dict[str, Any]]
@@ -169,11 +160,9 @@ class Records:
         return len(self.records)
 
     def record(self, index: int) -> dict[str, Any]:
-        """See `Source.record`."""
         return self.records[index]
 
     def where(self, index: int) -> str:
-        """See `Source.where`."""
         return f"{str(self.path)!r}, {self.places[index]}"
 
 
@@ -194,11 +183,9 @@ class Table:
         return len(self.rows)
 
     def record(self, index: int) -> dict[str, Any]:
-        """See `Source.record`."""
         return without_filled_nulls(of_table(self.table.slice(self.rows[index], 1).to_pylist()[0], self.table.schema))
 
     def where(self, index: int) -> str:
-        """See `Source.where`."""
         return f"{self.name!r}, row {self.rows[index]}"
 
 
@@ -238,8 +225,7 @@ def table_source(table: Any, name: str, sieve: Sieve) -> Table:
 def import_extra(module: str, purpose: str, *, extra: str = "hub") -> Any:
     """Import an optional module when it is needed, since it may be missing, and is slow to import.
 
-    Raises:
-        MissingExtraError: it is not installed; the message says that `purpose` needs it, and that `offbeat[extra]` provides it.
+    Raises MissingExtraError if it is not installed, which says that `purpose` needs it, and that `offbeat[extra]` provides it.
     """
     try:
         return importlib.import_module(module)

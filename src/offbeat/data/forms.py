@@ -82,11 +82,7 @@ class Form:
 
 
 def find_form(render: Render, *, with_tools: bool) -> Form:
-    """Find the form of a template by small chats.
-
-    Args:
-        with_tools: whether to test with tools, for which a tokenizer may have a template of its own.
-    """
+    """Find the form of a template by small chats, without or with tools, for which a tokenizer may have a template of its own."""
     given = (_NESTED,) if with_tools else ()
     probe = _Probe(render, given)
     user = probe.as_taken(_USER, [], [], "probe_user")
@@ -105,11 +101,7 @@ def find_form(render: Render, *, with_tools: bool) -> Form:
 
 @dataclass(frozen=True)
 class _Probe:
-    """Small chats that a template renders with some tools.
-
-    Attributes:
-        parts: roles whose messages the template takes as a list of parts; grows while forms are found.
-    """
+    """Small chats that a template renders with some tools; `parts` grows by the roles whose messages it takes as a list of parts."""
 
     render: Render
     tools: Tools

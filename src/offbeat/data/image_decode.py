@@ -24,8 +24,7 @@ _MOST_16_BITS = 65_535
 def decode_image(data: bytes, limits: ImageLimits) -> Image.Image:
     """Return an image in RGB: turned upright by its EXIF orientation, transparency over white, 16 bits scaled to 8.
 
-    Raises:
-        DataError: it cannot be used; the end of a sentence about it, such as "is animated, ...".
+    Raises DataError, the end of a sentence about it such as "is animated, ...", if it cannot be used.
     """
     if len(data) > limits.max_bytes:
         raise DataError(f"has {len(data)} bytes, allowed are {limits.told('max_image_bytes')}")

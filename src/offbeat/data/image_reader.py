@@ -62,9 +62,7 @@ class MadeImage:
 class ImageReader:
     """Reads images for a model, and keeps what it makes of them in a store.
 
-    Attributes:
-        token_id: the token that prompts have once for each image before it is expanded.
-        limits: bounds of images.
+    Prompts have the token `token_id` once for each image before it is expanded.
     """
 
     def __init__(self, model: str, store: ImageStore, limits: ImageLimits) -> None:
@@ -215,11 +213,7 @@ def placeholder_of(config: dict[str, Any]) -> int:
 
 
 def images_for(model: str, store: ImageStore, limits: ImageLimits) -> ImageReader | None:
-    """Return the reader of a model folder's images; None if they are not read for it.
-
-    Raises:
-        MissingExtraError: Pillow is not installed.
-    """
+    """Return the reader of a model folder's images; None if they are not read for it. Raises MissingExtraError if Pillow is missing."""
     if not reads_images(read_model_config(model)) or not any((Path(model) / name).is_file() for name in _PROCESSOR_FILES):
         return None
     require("images", ["PIL"], wanted_by="a model that reads images")

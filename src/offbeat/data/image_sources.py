@@ -82,11 +82,7 @@ class ImageSource:
         return hashlib.sha256(data).hexdigest()
 
     def read(self, limits: ImageLimits | None = None) -> bytes:
-        """Return the bytes of its file.
-
-        Raises:
-            DataError: there is no such file, or it is larger than `limits` allow; the end of a sentence about the image.
-        """
+        """Return the bytes of its file; raises DataError, the end of a sentence about it, if there is none, or one beyond `limits`."""
         try:
             size = Path(self.path).stat().st_size if self.path else len(self.data)
             if limits is not None and size > limits.max_bytes:
@@ -99,11 +95,8 @@ class ImageSource:
 def image_of(value: Any, where: str) -> ImageSource:
     """Return the source of an image: a path, a data URI, bytes, or what `datasets` writes, {"bytes": ..., "path": ...}.
 
-    Args:
-        where: names the image in messages, such as "'train.jsonl', line 3: image 1"; paths are relative to the folder of that file.
-
-    Raises:
-        DataError: it is none of these, or an address of the web.
+    Raises DataError if it is none of these, or an address of the web. `where` names the image, such as "'train.jsonl', line 3: image 1";
+    paths are relative to the folder of that file.
     """
     if isinstance(value, bytes | bytearray | memoryview) and len(value):
         return ImageSource(data=bytes(value))
@@ -121,11 +114,7 @@ def image_of(value: Any, where: str) -> ImageSource:
 
 
 def image_of_part(part: Mapping[str, Any], where: str) -> ImageSource | None:
-    """Return the image of a message's part of a kind in `PART_KINDS`; None for the next image of the row's column.
-
-    Raises:
-        DataError: as `image_of`.
-    """
+    """Return the image of a message's part of a kind in `PART_KINDS`; None for the next image of the row's column. Raises as `image_of`."""
     given = next((part[key] for key in ("image_url", "source", "image", "url", "path", "base64") if part.get(key)), None)
     if given is None:
         return None
@@ -136,11 +125,7 @@ def image_of_part(part: Mapping[str, Any], where: str) -> ImageSource | None:
 
 
 def images_of_column(record: Mapping[str, Any], where: str) -> tuple[str, tuple[ImageSource, ...]]:
-    """Return the column of a record that holds images, and these; an empty name if there is none.
-
-    Raises:
-        DataError: as `image_of`.
-    """
+    """Return the column of a record that holds images, and these; an empty name if there is none. Raises as `image_of`."""
     for name in COLUMNS:
         value = record.get(name)
         several = value if isinstance(value, list | tuple) else [value]
@@ -153,15 +138,12 @@ def images_of_column(record: Mapping[str, Any], where: str) -> tuple[str, tuple[
 def place_images(
     texts: Sequence[str], found: Sequence[ImageSource | None], column: tuple[ImageSource, ...], where: str, *, first: int,
 ) -> tuple[list[str], tuple[ImageSource, ...]]:
-    """Give each place of an image in texts its image.
+    """Give each place of an image in texts its image; returns the texts with a mark for each image, and the images.
 
     Args:
         texts: the texts of a prompt, in order, with `MARK` for each of `found`.
         found: images of the marks; None for one of the column.
         column: images of the row's column, in order; they take the places of None or else of "<image>", or stand before text `first`.
-
-    Returns:
-        The texts with a mark for each image, and the images.
 
     Raises:
         DataError: the numbers of places and of images differ.

@@ -122,11 +122,7 @@ class ImageStore:
         raise StorageError(f"{self.folder} has {_MOST_PROBES} other images under the ids of this one; begin a new run.dir")
 
     def get(self, image_id: int) -> StoredImage:
-        """Return an image by its id.
-
-        Raises:
-            DataError: it is not here, or its pixel values are not those of its id.
-        """
+        """Return an image by its id; raises DataError if it is not here, or its pixel values are not those of its id."""
         with self._lock:
             if (known := self._kept.get(image_id)) is not None:
                 self._kept.move_to_end(image_id)
@@ -199,8 +195,7 @@ class ImageStore:
 def make_room(folder: Path, most_bytes: int) -> None:
     """Remove the files of images that were not used for an hour, the oldest first, until those of a folder have at most `most_bytes`.
 
-    Raises:
-        BusyError: those that were used in the last hour have more.
+    Raises BusyError if those that were used in the last hour have more.
     """
     try:
         files = sorted((stat.st_mtime, stat.st_size, Path(entry)) for entry in os.scandir(folder) for stat in [entry.stat()])
@@ -245,11 +240,8 @@ def is_image(tokens: np.ndarray) -> np.ndarray:
 def find_images(tokens: np.ndarray, store: ImageStore, *, cut: bool = False) -> list[tuple[StoredImage, np.ndarray]]:
     """Return the images in a sequence [L] int, in order, each with the positions of its placeholders, [P] int64.
 
-    Args:
-        cut: whether the sequence may end within an image, which then has fewer placeholders.
-
-    Raises:
-        DataError: an image has too few or too many placeholders, or cannot be read.
+    With `cut`, the sequence may end within an image, which then has fewer placeholders. Raises DataError if an image has too few or too
+    many, or cannot be read.
     """
     places, found = np.flatnonzero(is_image(tokens)), []
     start = 0
@@ -277,13 +269,10 @@ def _id_of(digest: str, probe: int) -> int:
 
 
 def image_positions(length: int, images: Sequence[tuple[StoredImage, np.ndarray]], *, first: int = 0) -> np.ndarray:
-    """Return rotary positions of time, height and width, [3, L] int64, of L tokens whose images stand in one piece each.
+    """Return rotary positions of time, height and width, [3, L] int64, of L tokens from `first` on, whose images stand in one piece each.
 
     Text counts on by 1 in all three. An image's placeholders have the time of its beginning, and count rows and columns from there; text
     goes on after the larger of the two. Source: Qwen2-VL, arXiv:2409.12191.
-
-    Args:
-        first: position of the first token.
     """
     positions, at, done = np.empty((3, length), np.int64), first, 0
     for image, places in images:

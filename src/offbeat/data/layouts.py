@@ -19,10 +19,8 @@ def as_chat(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Return a record with `messages` in the place of `conversation` or `query`; others as they are.
 
     `conversation` is a list of messages, or of turns such as {"input": "2+2=", "output": "4"} (Capybara). `query` beside `answers` and
-    `tools` is a question, and calls as JSON (xLAM), which stay in `answers` for rewards.
-
-    Raises:
-        DataError: `conversation` holds turns without text, or `query` is no text.
+    `tools` is a question, and calls as JSON (xLAM), which stay in `answers` for rewards. Raises DataError for turns without text, or a
+    `query` that is none.
     """
     if _READ & record.keys():
         return record
@@ -49,8 +47,7 @@ def holds_outputs(record: Mapping[str, Any]) -> bool:
 def as_pair(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Return a record in the form of OpenAI's fine-tuning with `prompt`, `tools`, `chosen` and `rejected`; others as they are.
 
-    Raises:
-        DataError: `input` holds no messages, or keys that are not read.
+    Raises DataError if `input` holds no messages, or keys that are not read.
     """
     if not holds_outputs(record):
         return record

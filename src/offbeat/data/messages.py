@@ -31,9 +31,8 @@ _SAME = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "
 def parse_messages(value: Any, name: str, where: str, *, images: list[ImageSource | None] | None = None) -> tuple[Message, ...]:
     """Return a chat from the field `name` of a record; raises DataError, which names the record `where`, if it is none.
 
-    Args:
-        images: the images in the messages are appended, None for one of the row's column, and `MARK` stands in their places; None
-            refuses them.
+    The images in the messages are appended to `images`, None for one of the row's column, and `MARK` stands in their places; without
+    `images` they are refused.
     """
     given = chat_in(value, name, where) if isinstance(value, str) else value
     if not isinstance(given, list) or not given:
@@ -51,8 +50,7 @@ def parse_messages(value: Any, name: str, where: str, *, images: list[ImageSourc
 def chat_in(text: str, name: str, where: str) -> list[Any] | None:
     """Return the chat of a JSON text; None if it is other text.
 
-    Raises:
-        DataError: it is a chat as Python prints it, such as "[{'role': ...", which is not read.
+    Raises DataError for a chat as Python prints it, such as "[{'role': ...", which is not read.
     """
     if _PYTHON.match(text):
         raise DataError(

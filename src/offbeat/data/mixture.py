@@ -31,23 +31,19 @@ class RowsOfSet:
 
     @property
     def num_rows(self) -> int | None:
-        """See `Dataset.num_rows`."""
         return self.dataset.num_rows
 
     @property
     def digest(self) -> str:
-        """See `Dataset.digest`."""
         return digest_of([self.name, self.dataset.digest])
 
     def row(self, index: int) -> Row:
-        """See `Dataset.row`."""
         row = self.dataset.row(index)
         chat = messages_of(row, self.config)
         return replace(
             row, prompt=row.prompt if chat is None else chat, of_set=self.name, template_kwargs=dict(self.config.chat_template_kwargs))
 
     def where(self, index: int) -> str:
-        """See `Dataset.where`."""
         return f"{self.name}: {self.dataset.where(index)}"
 
 
@@ -70,16 +66,13 @@ class Mixture:
 
     @property
     def digest(self) -> str:
-        """See `Dataset.digest`."""
         return digest_of([[name, self.weights[name], each.digest] for name, each in self.sets.items()] + [[self.seed, self.shuffle]])
 
     def row(self, index: int) -> Row:
-        """See `Dataset.row`."""
         name, of_set = self.place(index)
         return self.sets[name].row(of_set)
 
     def where(self, index: int) -> str:
-        """See `Dataset.where`."""
         name, of_set = self.place(index)
         return self.sets[name].where(of_set)
 

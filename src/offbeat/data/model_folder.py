@@ -46,8 +46,7 @@ def check_model_folder(path: str) -> Path:
 def read_model_config(path: str) -> dict[str, Any]:
     """Return the contents of a model's config.json; of a model on the hub only this file is fetched.
 
-    Raises:
-        ModelError: as for `check_model_folder`, or config.json is not a JSON object with a model_type.
+    Raises ModelError as `check_model_folder`, or if config.json is not a JSON object with a model_type.
     """
     folder = _local(path)
     file = folder / "config.json" if folder else Path(_fetch(path, file="config.json"))
@@ -71,8 +70,7 @@ def _read_text_config(path: str) -> dict[str, Any]:
 def read_context_length(path: str) -> int:
     """Return the longest sequence in tokens that config.json allows and that does not depend on other sequences; see `rope_limit`.
 
-    Raises:
-        ModelError: as for `read_model_config`, or the configuration states none.
+    Raises ModelError as `read_model_config`, or if the configuration states none.
     """
     text_config = _read_text_config(path)
     for name in CONTEXT_LENGTH_NAMES:
@@ -83,11 +81,7 @@ def read_context_length(path: str) -> int:
 
 
 def read_width(path: str) -> int:
-    """Return the width of the model's residual stream.
-
-    Raises:
-        ModelError: as for `read_model_config`, or the configuration states none.
-    """
+    """Return the width of the model's residual stream; raises ModelError as `read_model_config`, or if the configuration states none."""
     text_config = _read_text_config(path)
     for name in WIDTH_NAMES:
         if isinstance(width := text_config.get(name), int) and width > 0:
@@ -96,11 +90,7 @@ def read_width(path: str) -> int:
 
 
 def read_vocab_size(path: str) -> int | None:
-    """Return the number of rows of the model's embedding, by its config.json; None if it does not say.
-
-    Raises:
-        ModelError: as for `read_model_config`.
-    """
+    """Return the number of rows of the model's embedding, by its config.json; None if it does not say. Raises as `read_model_config`."""
     config = read_model_config(path)
     size = (config.get("text_config") or config).get("vocab_size", config.get("vocab_size"))
     return size if isinstance(size, int) and size > 0 else None
@@ -134,8 +124,7 @@ def router_loss_note(path: str, *, coefficient: float) -> str:
 def read_end_token_ids(folder: str) -> tuple[int, ...]:
     """Return the end tokens in a local model's generation_config.json, or in its config.json if it has no generation_config.json.
 
-    Raises:
-        ModelError: as for `read_model_config`; or the file is not JSON, or its eos_token_id is not a token or a list of tokens.
+    Raises ModelError as `read_model_config`, or if the file is not JSON, or its eos_token_id is not a token or a list of tokens.
     """
     file = Path(folder) / "generation_config.json"
     try:

@@ -105,16 +105,12 @@ class Plan:
 
 
 def pack_row(batch: Batch, *, share_prefix: bool, families: np.ndarray | None = None) -> PackedRow:
-    """Lay a whole batch out as one row.
+    """Lay a whole batch out as one row, which has no tokens if nothing in the batch is scored (see `offbeat.model.logprobs.dummy_row`).
 
     Args:
-        batch: the sequences of one micro-batch.
         share_prefix: run a prompt once for the sequences of a group whose first `prefix_lens` tokens really are equal.
         families: [N] int64; sequences of equal number are adjacent, and families ascend; None puts all into one. A group lies within one
             family.
-
-    Returns:
-        The row; it has no tokens if nothing in the batch is scored (see `offbeat.model.logprobs.dummy_row`).
     """
     used = _used_lengths(batch)
     own_from, host = _shared_prefixes(batch, used) if share_prefix else (np.zeros(len(batch), np.int64), np.full(len(batch), -1))
@@ -191,11 +187,9 @@ def plan_microbatches(
 
     Args:
         batch: all sequences of one optimizer step.
-        num_ranks: data-parallel ranks.
         max_tokens: hard cap on the tokens in the row of one micro-batch.
         share_prefix: keep the sequences of a group together, and count their prompt once.
         whole_groups: whether a loss compares the sequences of a group, such as the two answers of a preference pair.
-        cost: the model of a rank's load.
         balance: give all ranks similar loads, regardless of the number of groups, in as few micro-batches as first-fit-decreasing finds.
             False deals whole groups in their order, equally many to each rank, or one more.
 
@@ -317,8 +311,7 @@ def _group_of_units(batch: Batch, units: list[np.ndarray]) -> np.ndarray:
 def _in_order(group_of_units: np.ndarray, num_ranks: int) -> list[list[int]]:
     """Return the units of each rank if groups are dealt in contiguous chunks whose sizes differ by at most 1.
 
-    Args:
-        group_of_units: [U] int64; [0, 0, 1, 2] and two ranks, for example, give [[0, 1, 2], [3]].
+    For example, the groups [0, 0, 1, 2] of units, [U] int64, and two ranks give [[0, 1, 2], [3]].
     """
     num_groups = int(group_of_units.max(initial=-1)) + 1
     return [np.flatnonzero(np.isin(group_of_units, chunk)).tolist() for chunk in np.array_split(np.arange(num_groups), num_ranks)]

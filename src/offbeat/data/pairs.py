@@ -82,18 +82,9 @@ def open_pairs(
     config: DataConfig, *, unpaired: bool = False, limit: int | None = None, refused: list[str] | None = None,
     check: Check[Preference] | None = None,
 ) -> tuple[Dataset[Preference], Dataset[Preference]]:
-    """Open the preferences that [data] names.
+    """Open the preferences that [data] names, to train on and held-out; with `unpaired`, single answers with a label are allowed.
 
-    Args:
-        unpaired: whether single answers with a label are allowed.
-        limit, refused, check: as in `open_datasets`.
-
-    Returns:
-        Preferences to train on, and held-out ones (none if `data.heldout_size` is 0).
-
-    Raises:
-        DataError: nothing is configured, or a source or record cannot be used; every record is checked here.
-        MissingExtraError: the source needs an optional dependency.
+    Every record is checked here. Other arguments and errors are as of `open_datasets`.
     """
     if config.task:
         raise DataError(
@@ -123,11 +114,8 @@ def holds_pairs(record: Mapping[str, Any]) -> bool:
 def parse_preference(record: Mapping[str, Any], config: DataConfig, *, where: str) -> Preference:
     """Make a preference from a JSON object or table row; see the module's layouts. `config.prompt` or `prompt_field` may say otherwise.
 
-    Args:
-        where: names the record in messages, such as `'pairs.jsonl', line 3`.
-
-    Raises:
-        DataError: a field is missing or of the wrong type, or answers are of different kinds or have no assistant's message.
+    Raises DataError, which names the record by `where`, if a field is missing or of the wrong type, or answers are of different kinds or
+    have no assistant's message.
     """
     record = as_pair(record, where)
     column, beside = images_of_column(record, where) if any(name in record for name in COLUMNS) else ("", ())
@@ -184,11 +172,7 @@ class PairEncoder:
     def encode(self, preference: Preference, *, name: str) -> EncodedPair | None:
         """Encode a preference with the tokenizer, and with its chat template if it is a chat or `data.chat_template` is on.
 
-        Args:
-            name: name of the row, for messages.
-
-        Returns:
-            The preference in tokens; None if it is too long and is to be dropped.
+        Returns None if it is too long and is to be dropped. Messages call the row `name`.
 
         Raises:
             DataError: it is too long, an answer or the prompt has no tokens, or a chat does not fit its template.
@@ -224,13 +208,9 @@ class PairEncoder:
         return [(index, pair) for index, [pair] in draw_kept(stream, count, encode, limit="too long")]
 
     def check(self, dataset: Dataset[Preference]) -> int:
-        """Encode every row before a run begins.
+        """Encode every row before a run begins, and return the number of rows that will be dropped.
 
-        Returns:
-            Number of rows that will be dropped.
-
-        Raises:
-            DataError, ModelError: as `encode`, or because every row would be dropped.
+        Raises as `encode`, and DataError if every row would be dropped.
         """
         count = dataset.num_rows
         assert count is not None, "preferences come from files, which have an end"

@@ -38,11 +38,7 @@ def render(row: Row, tokenizer: Tokenizer, config: DataConfig) -> list[int]:
 
 
 def check_images(row: Row, tokenizer: Tokenizer, where: str) -> None:
-    """Read the images of a row, which are kept then.
-
-    Raises:
-        DataError: one cannot be used, there are too many, or the model reads none.
-    """
+    """Read the images of a row, which are kept then; raises DataError if one cannot be used, they are too many, or the model reads none."""
     if not row.images:
         return
     if tokenizer.images is None:
@@ -75,12 +71,7 @@ def messages_of(row: Row, config: DataConfig) -> tuple[Message, ...] | None:
 
 
 def check_length(num_tokens: int, config: DataConfig, *, name: str, context: int, max_new_tokens: int) -> None:
-    """Refuse a prompt that is empty or leaves no room for its answer.
-
-    Args:
-        num_tokens: length of the rendered prompt.
-        name: name of the prompt, for the message.
-        context: context length of the model in tokens.
+    """Refuse a prompt that is empty or leaves no room for its answer in a context of so many tokens; messages call it `name`.
 
     Raises:
         DataError: `num_tokens` is 0.
@@ -105,13 +96,9 @@ def check_length(num_tokens: int, config: DataConfig, *, name: str, context: int
 
 def check_lengths(
     dataset: PromptDataset, tokenizer: Tokenizer, config: DataConfig, *, context: int, max_new_tokens: int, max_rows: int = 1000) -> int:
-    """Render the first `max_rows` rows and refuse a prompt that is too long, before a run begins.
+    """Render the first `max_rows` rows and refuse a prompt that is too long, before a run begins; raises as `check_length`.
 
-    Returns:
-        Number of tokens in the longest of them; 0 for an empty dataset.
-
-    Raises:
-        DataError: as for `check_length`; the message names the row.
+    Returns the number of tokens in the longest of them; 0 for an empty dataset.
     """
     longest = 0
     for index in range(max_rows if dataset.num_rows is None else min(max_rows, dataset.num_rows)):
@@ -124,10 +111,8 @@ def check_lengths(
 def sft_sequence(row: Row, tokenizer: Tokenizer, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
     """Encode prompt, solution (or answer) and end token, which is the chat template's end of turn for a chat, else the tokenizer's.
 
-    The two parts are encoded separately, as in generation.
-
-    Returns:
-        tokens [L] int32, and loss_mask [L] bool, True on the answer and the end token, e.g. [3, 1, 9, 4, 0] and [F, F, F, T, T].
+    The two parts are encoded separately, as in generation. Returns tokens [L] int32, and loss_mask [L] bool, True on the answer and the end
+    token, e.g. [3, 1, 9, 4, 0] and [F, F, F, T, T].
     """
     prompt = render(row, tokenizer, config)
     is_chat = config.wraps or not isinstance(row.prompt, str)

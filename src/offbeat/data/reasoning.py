@@ -28,13 +28,7 @@ _FIXED = {"seed": "run.seed seeds every row", "size": "rows never end"}
 
 @dataclass(frozen=True)
 class ReasoningFamily:
-    """One family of puzzles.
-
-    Attributes:
-        name: reasoning-gym's name of the family.
-        weight: how often it is drawn, relative to the others.
-        options: its configuration, such as {"min_terms": 2}.
-    """
+    """One family of puzzles, with its options, such as {"min_terms": 2}; `weight` is how often it is drawn, relative to the others."""
 
     name: str
     weight: float
@@ -51,7 +45,6 @@ class ReasoningTask:
     remedy: str = "widen its ranges in data.task_options"
 
     def row(self, index: int, *, seed: int, stream: str = "train") -> Row:
-        """Return the row at `index`; streams of different names are independent."""
         digest = hashlib.sha256(f"{self.name}/{seed}/{stream}/{index}".encode()).digest()
         drawn = int.from_bytes(digest[:8], "big") / 2**64 * sum(family.weight for family in self.families)
         for family in self.families:
@@ -96,8 +89,7 @@ def open_reasoning(task: str, options: Sequence[str]) -> ReasoningTask:
 def verify(completion: str, row: Row) -> float:
     """Score an answer with the family's verifier, 0 to 1; 0 where the verifier cannot read the answer, even if it raises.
 
-    Raises:
-        KeyError: the row was not made by `ReasoningTask`.
+    Raises KeyError if the row was not made by `ReasoningTask`.
     """
     dataset, entry = _entry(row.extra["family"], row.extra["options"], row.extra["seed"])
     with Caught():  # a parser of the library may raise anything

@@ -67,12 +67,11 @@ class NamedReward(float):
 def weigh(values: Mapping[str, float | None], weights: Mapping[str, float]) -> float:
     """Return the weighted sum of several rewards: a `NamedReward` of those that apply, each times its weight.
 
+    It is a `FailedReward` if one of them is, or if none applies.
+
     Args:
         values: value of each of the rewards in `weights`, by its dotted name; None where it does not apply. The parts of a `NamedReward`
             are named after it, as in "format.short".
-
-    Returns:
-        A `FailedReward` if one of them is, or if none applies.
     """
     parts: dict[str, float] = {}
     for dotted, value in values.items():

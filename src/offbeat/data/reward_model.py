@@ -27,11 +27,7 @@ from offbeat.errors import DataError, ModelError
 
 @dataclass(frozen=True)
 class RewardFolder:
-    """A reward model on disk.
-
-    Attributes:
-        context: its longest text in tokens; None if its configuration does not say.
-    """
+    """A reward model on disk; `context` is its longest text in tokens, None if its configuration does not say."""
 
     path: Path
     tokenizer: Tokenizer
@@ -41,8 +37,7 @@ class RewardFolder:
 def open_reward_folder(name: str) -> RewardFolder:
     """Read a folder or hub id, except for its weights.
 
-    Raises:
-        ModelError: there is no such folder, it is no sequence classifier with one label, or it has no tokenizer.
+    Raises ModelError if there is no such folder, it is no sequence classifier with one label, or it has no tokenizer.
     """
     try:
         path = check_model_folder(name)
@@ -70,9 +65,7 @@ def judged_tokens(
 ) -> list[int]:
     """Return the token ids of the text that a reward model reads; see the module.
 
-    Args:
-        system_prompt: message before a prompt that the chat template renders and that has none of its own; "" for none.
-        tools: as in `Row`.
+    The template puts `system_prompt` before a prompt that has no system message of its own.
 
     Raises:
         DataError: the template does not write all of it.
@@ -135,13 +128,10 @@ class JudgedPairEncoder(PairEncoder):
 
 
 def choose_padding(tokenizer: Tokenizer) -> str:
-    """Return the special token that a reward model's texts are padded with.
+    """Return the special token that a reward model's texts are padded with; raises ModelError if there is none.
 
     Transformers takes the reward at the last token that is not padding, so padding may be no token that ends a text. It is the tokenizer's
     own unless that is one, else another special token.
-
-    Raises:
-        ModelError: there is no such token.
     """
     ends = {tokenizer.eos_token_id, tokenizer.end_of_turn_id}
     own = tokenizer.hf.pad_token
@@ -155,11 +145,7 @@ def choose_padding(tokenizer: Tokenizer) -> str:
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the files of a tokenizer as exported reward models have it: with `choose_padding`, and with its chat template if it has one.
-
-    Args:
-        folder: created if necessary.
-    """
+    """Write the files of a tokenizer, with `choose_padding` and its chat template if it has one, as exported reward models have them."""
     folder.mkdir(parents=True, exist_ok=True)
     keeps_template, source = tokenizer.has_chat_template, Path(tokenizer.name)
     if not source.is_dir() or tokenizer.has_own_template:  # from the hub, or made here

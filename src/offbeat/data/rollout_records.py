@@ -20,14 +20,10 @@ Columns = Mapping[str, np.ndarray]
 
 
 def trained_columns(groups: Sequence[Group], batch: Batch) -> dict[tuple[int, int], Columns]:
-    """Find the trajectories of a batch.
+    """Return the columns of each trajectory that is in a batch, by its group's position and its own position in the group.
 
-    Args:
-        groups: the groups of the batch, as given to `algorithms.experience.make_batch`.
-
-    Returns:
-        The columns of each trajectory that is in the batch, by its group's position and its own position in the group. They are empty
-        where the batch's targets are a teacher's likeliest tokens instead of the generated ones.
+    The groups are those given to `algorithms.experience.make_batch`. Columns are empty where the batch's targets are a teacher's likeliest
+    tokens instead of the generated ones.
     """
     names = [name for name in _KEPT_COLUMNS if name in batch.columns] if "rollout_logprobs" in batch.columns else []
     found: dict[tuple[int, int], Columns] = {}
@@ -50,8 +46,6 @@ def keep(
     """Return the kept record of a group.
 
     Args:
-        step: see `KeptGroup`.
-        row: of its prompt.
         columns: columns of each trajectory that is trained on, by its position in the group.
         why, drawn_again: of a group that is not trained on.
     """

@@ -131,8 +131,7 @@ def _parsed(
 def with_images(row: Row, found: Sequence[ImageSource | None], column: tuple[ImageSource, ...], where: str) -> Row:
     """Return a row with its images, each with a mark in the prompt; `found` are those in its messages, and `column` those beside it.
 
-    Raises:
-        DataError: as `place_images`.
+    Raises as `place_images`.
     """
     if not found and not column:
         return row
@@ -149,8 +148,7 @@ def with_images(row: Row, found: Sequence[ImageSource | None], column: tuple[Ima
 def tools_of(record: Mapping[str, Any], where: str) -> tuple[Tool, ...]:
     """Return the tools of a record of a chat: from the column `tools`, or `functions` in the older form of OpenAI.
 
-    Raises:
-        DataError: `tools` holds none, or both hold some.
+    Raises DataError if `tools` holds none, or both hold some.
     """
     tools, older = parse_tools(record.get(TOOLS), TOOLS, where), record.get(_OLDER_TOOLS)
     if not (isinstance(older, list) and older and all(isinstance(tool, Mapping) and "name" in tool for tool in older)):

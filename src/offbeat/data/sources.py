@@ -40,12 +40,10 @@ class Several:
         return self._starts[-1]
 
     def record(self, index: int) -> dict[str, Any]:
-        """See `Source.record`."""
         which = bisect_right(self._starts, index) - 1
         return self.sources[which].record(index - self._starts[which])
 
     def where(self, index: int) -> str:
-        """See `Source.where`."""
         which = bisect_right(self._starts, index) - 1
         return self.sources[which].where(index - self._starts[which])
 
@@ -115,10 +113,7 @@ def _open_files(files: Sequence[Path], sieve: Sieve) -> Source:
 def _files_of_split(folder: Path, split: str) -> list[Path]:
     """Return the data files in a folder and those below it that belong to a split by the words of their names.
 
-    Where no file names a split, all belong to "train".
-
-    Raises:
-        DataError: none does.
+    Where no file names a split, all belong to "train". Raises DataError if none does.
     """
     below = sorted(path for path in folder.rglob("*") if path.is_file())
     files = [

@@ -158,11 +158,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> "Address":
-        """Read an address.
-
-        Raises:
-            DataError: the text is none.
-        """
+        """Read an address; raises DataError if the text is none."""
         match = _ADDRESS.fullmatch(text)
         if match is None:
             raise DataError(
@@ -171,11 +167,7 @@ class Address:
 
 
 def find_group(run_dir: Path, address: Address) -> KeptGroup:
-    """Return the group of a trajectory.
-
-    Raises:
-        DataError: the run has not kept it, or its file cannot be read.
-    """
+    """Return the group of a trajectory; raises DataError if the run has not kept it, or its file cannot be read."""
     for file in kept_files(run_dir):
         if (file.step, file.is_rejected) == (address.step, address.is_rejected):
             group = group_at(file, address.group)
@@ -194,14 +186,11 @@ def kept_files(run_dir: Path) -> list[KeptFile]:
 
 
 def read_rollouts(run_dir: Path, *, step: int | None = None, rejected: bool = False) -> Iterator[KeptGroup]:
-    """Read the groups that a run has kept, in the order of steps.
+    """Read the groups that a run has kept, in the order of steps; raises DataError if a file cannot be read.
 
     Args:
         step: only this global step; None is all that are kept.
         rejected: also those that were not trained on.
-
-    Raises:
-        DataError: a file cannot be read.
     """
     for file in kept_files(run_dir):
         if (step is None or file.step == step) and (rejected or not file.is_rejected):
@@ -209,30 +198,18 @@ def read_rollouts(run_dir: Path, *, step: int | None = None, rejected: bool = Fa
 
 
 def read_groups(file: KeptFile) -> Iterator[KeptGroup]:
-    """Read the groups of one file, none if it is gone.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
+    """Read the groups of one file, none if it is gone; raises DataError if the file cannot be read."""
     return (parse_group(line, file, position) for position, line in enumerate(read_lines(file)))
 
 
 def group_at(file: KeptFile, position: int) -> KeptGroup | None:
-    """Return one group of a file, None if there is no such line.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
+    """Return one group of a file, None if there is no such line; raises DataError if the file cannot be read."""
     line = next((line for number, line in enumerate(read_lines(file)) if number == position), None)
     return None if line is None else parse_group(line, file, position)
 
 
 def parse_group(line: bytes, file: KeptFile, position: int) -> KeptGroup:
-    """Parse a line of a file.
-
-    Raises:
-        DataError: it is no group.
-    """
+    """Parse a line of a file; raises DataError if it is no group."""
     try:
         return replace(_DECODER.decode(line), step=file.step)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
@@ -240,11 +217,7 @@ def parse_group(line: bytes, file: KeptFile, position: int) -> KeptGroup:
 
 
 def read_lines(file: KeptFile) -> Iterator[bytes]:
-    """Read the lines of one file, none if it is gone.
-
-    Raises:
-        DataError: the file is damaged.
-    """
+    """Read the lines of one file, none if it is gone; raises DataError if the file is damaged."""
     rest = b""
     try:
         with file.path.open("rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw) as reader:

@@ -81,11 +81,7 @@ class PromptStream(Generic[R]):
         return StatsPart() if self._curriculum is None else self._curriculum.stats()
 
     def row(self, prompt_id: str) -> R:
-        """Return the row of a prompt id.
-
-        Raises:
-            DataError: the id is malformed or past the end of the dataset.
-        """
+        """Return the row of a prompt id; raises DataError if the id is malformed or past the end of the dataset."""
         match = _PROMPT_ID.fullmatch(prompt_id)
         num_rows = self._dataset.num_rows
         if match is None or (num_rows is not None and int(match[2]) >= num_rows):
@@ -101,8 +97,7 @@ class PromptStream(Generic[R]):
     def go_on(self, *, epoch: int, position: int, results: Iterable[tuple[int, str, Sequence[float]]]) -> None:
         """Go on to a later position, as an earlier process has done.
 
-        Args:
-            results: rewards that the curriculum has heard of on the way: the epoch then, the prompt's id and its rewards.
+        `results` are rewards that the curriculum has heard of on the way: the epoch then, the prompt's id and its rewards.
         """
         for then, prompt_id, rewards in results:
             if then > self._epoch:
@@ -114,11 +109,7 @@ class PromptStream(Generic[R]):
         self._position = position
 
     def give_back(self, prompt_id: str) -> None:
-        """Put a drawn prompt in front of all that were not drawn yet, behind those given back before it.
-
-        Raises:
-            DataError: as for `row`.
-        """
+        """Put a drawn prompt in front of all that were not drawn yet, behind those given back before it. Raises as `row`."""
         self.row(prompt_id)
         assert prompt_id not in self._returned, f"prompt {prompt_id} was given back twice"
         self._returned.append(prompt_id)
@@ -129,11 +120,7 @@ class PromptStream(Generic[R]):
         return StreamState(self._epoch, self._position, tuple(self._returned), curriculum)
 
     def restore(self, state: StreamState) -> None:
-        """Continue from `state`, which was taken from a stream over the same dataset and seed.
-
-        Raises:
-            DataError: the dataset is shorter than it was.
-        """
+        """Continue from `state`, taken from a stream over the same dataset and seed; raises DataError if the dataset has become shorter."""
         num_rows = self._dataset.num_rows
         if num_rows is not None and state.position > num_rows:
             raise DataError(

@@ -46,10 +46,7 @@ class Supervision:
     max_row_tokens: int
 
     def sequences(self, row: Row, *, name: str) -> list[Sequence]:
-        """Return the sequences of a row; none if it is too long and to be dropped.
-
-        Args:
-            name: the row's, for messages, such as "row 7".
+        """Return the sequences of a row, which messages call `name`, such as "row 7"; none if it is too long and to be dropped.
 
         Raises:
             DataError: it is too long, it has nothing to imitate, or a chat does not fit its template.
@@ -79,13 +76,9 @@ class Supervision:
         return [sequence for _, sequences in kept for sequence in sequences]
 
     def check(self, dataset: PromptDataset) -> int:
-        """Look at every row before a run begins; of an endless dataset at the first thousand.
+        """Look at every row before a run begins, of an endless dataset at the first thousand; returns how many will be dropped.
 
-        Returns:
-            Rows that will be dropped.
-
-        Raises:
-            DataError, ModelError: as `sequences`, or because every row would be dropped.
+        Raises as `sequences`, and DataError if every row would be dropped.
         """
         count = _CHECKED_OF_ENDLESS if dataset.num_rows is None else dataset.num_rows
         num_dropped = sum(not self._is_used(dataset.row(index), name=dataset.where(index)) for index in range(count))
@@ -136,17 +129,13 @@ class Supervision:
 def draw_kept(
     stream: PromptStream[R], count: int, encode: Callable[[R, str], list[T]], *, limit: str,
 ) -> list[tuple[int, list[T]]]:
-    """Draw rows until `count` of them are not dropped.
+    """Draw rows until `count` of them are not dropped; returns the index in the dataset of each, and its sequences from `encode`.
+
+    Raises DataError if far too many are dropped.
 
     Args:
         encode: returns the sequences of a row, or none for one that is too long and dropped; its second argument names the row.
         limit: description of dropped rows for the message, e.g. "longer than 4096 tokens".
-
-    Returns:
-        The index in the dataset of each row that was kept, and its sequences from `encode`.
-
-    Raises:
-        DataError: far too many are dropped.
     """
     kept: list[tuple[int, list[T]]] = []
     num_dropped = 0

@@ -45,10 +45,8 @@ class BuiltInTask:
     """A family of generated rows; see `Task`.
 
     Attributes:
-        name: name as in `data.task`.
         size: difficulty: digits to sort, digits per addend, or numbers to combine.
         make: draws one row from a random generator, given the size.
-        reward: dotted name of the reward that fits it.
     """
 
     name: str
@@ -58,7 +56,6 @@ class BuiltInTask:
     remedy: str = "raise data.task_size"
 
     def row(self, index: int, *, seed: int, stream: str = "train") -> Row:
-        """Return the row at `index`; streams of different names are independent."""
         return self.make(random.Random(f"{self.name}/{self.size}/{seed}/{stream}/{index}"), self.size)
 
 

@@ -18,11 +18,7 @@ from offbeat.user_code.boundary import Caught
 
 
 def check_template(template: str) -> None:
-    """Refuse a text that is no Jinja template.
-
-    Raises:
-        ModelError: with the reason.
-    """
+    """Refuse a text that is no Jinja template; raises ModelError with the reason."""
     try:
         _compile_jinja_template(template)
     except TemplateError as exc:

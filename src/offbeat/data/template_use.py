@@ -48,8 +48,7 @@ def unused_template(tokenizer: Tokenizer, prompt: Prompt, data: DataConfig, *, m
 def replaced_forms(tokenizer: Tokenizer, rows: Dataset[Row] | Dataset[Preference], data: DataConfig, *, imitated: bool) -> str:
     """Return advice on the parts of the first rows that the chat template does not write, and their replacement; "" if it writes all.
 
-    Args:
-        imitated: whether the rows' answers are trained on; answers of preferences always are.
+    Answers are looked at where they are `imitated`, as those of preferences always are.
     """
     if not tokenizer.has_chat_template:
         return ""

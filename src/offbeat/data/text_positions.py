@@ -61,11 +61,7 @@ class SoughtTexts:
 
 
 def find_places(text: str, render: Render, messages: Messages, tools: Tools, *, sought: SoughtTexts) -> list[Place]:
-    """Find the texts of a chat in its rendering, in the order of the chat.
-
-    Args:
-        text: the rendering of messages and tools by `render`.
-    """
+    """Find the texts of a chat in `text`, its rendering by `render`, in the order of the chat."""
     listed = _Listed(sought)
     listed.replace_all(messages, tools)
     texts = listed.all

@@ -34,8 +34,7 @@ CLOSED = re.compile(rf"(?:(?:{_OPEN})\s*)?(?:{_CLOSE})\s*\Z")
 def split_thought(content: str, asked: str = "") -> tuple[str, str]:
     """Return the thoughts that a text begins with, without their tags, and the rest; no thoughts if it begins with none.
 
-    Args:
-        asked: the prompt of the text; where it opens a thought, the text may go on with that thought.
+    Where `asked`, the prompt of the text, opens a thought, the text may go on with that thought.
     """
     opened = _BLOCK.match(content)
     begun = OPENED.search(asked)

@@ -13,12 +13,8 @@ _BYTES = {
 def bytes_of_piece(piece: str, *, decoder: str) -> bytes | None:
     """Return the bytes of a token, such as b"\\n" for "<0x0A>" with a decoder that falls back to bytes.
 
-    Args:
-        piece: the token as the vocabulary writes it.
-        decoder: description of the tokenizer's decoder, as JSON.
-
-    Returns:
-        None where the decoder says nothing of this token by itself.
+    `piece` is the token as the vocabulary writes it, and `decoder` the description of the tokenizer's decoder as JSON. None where that
+    says nothing of this token by itself.
     """
     if "ByteLevel" in decoder and all(char in _BYTES for char in piece):
         return bytes(_BYTES[char] for char in piece)

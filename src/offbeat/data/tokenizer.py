@@ -103,11 +103,7 @@ class Tokenizer:
         return replace(self, template_kwargs={**self.template_kwargs, **template_kwargs}) if template_kwargs else self
 
     def with_template(self, template: str) -> "Tokenizer":
-        """Return this tokenizer with another chat template.
-
-        Raises:
-            ModelError: the template is no Jinja.
-        """
+        """Return this tokenizer with another chat template; raises ModelError if that is no Jinja."""
         check_template(template)
         hf = copy.deepcopy(self.hf)
         hf.chat_template = template
@@ -116,8 +112,7 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the token ids of `text`. Special tokens spelled out in it, such as `<eos>`, are recognised.
 
-        Raises:
-            DataError: the model has no such token (see `data.vocabulary`).
+        Raises DataError if the model has no such token (see `data.vocabulary`).
         """
         ids = self.hf.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         self.check_rows(ids)
@@ -263,7 +258,6 @@ class Tokenizer:
 
     @cached_property
     def _decoder(self) -> str:
-        """The description of the decoder."""
         decoder = self.hf.backend_tokenizer.decoder
         return "" if decoder is None else json.dumps(json.loads(decoder.__getstate__()), ensure_ascii=False)
 
@@ -292,19 +286,11 @@ class Tokenizer:
         return self.form(with_tools=bool(tools) and not in_words).write(messages, tools, in_words=in_words)
 
     def form(self, *, with_tools: bool = False) -> Form:
-        """Return the form of chats for the template, with or without tools.
-
-        Raises:
-            ModelError: there is no chat template.
-        """
+        """Return the form of chats for the template, with or without tools; raises ModelError if there is no chat template."""
         return form_of(self.template(with_tools=with_tools), *self._template_names, with_tools)
 
     def template(self, *, with_tools: bool = False) -> str:
-        """Return the chat template that is used with or without tools.
-
-        Raises:
-            ModelError: there is none.
-        """
+        """Return the chat template that is used with or without tools; raises ModelError if there is none."""
         if not self.has_chat_template:
             raise ModelError(
                 f"tokenizer {self.name!r} has no chat template; set data.chat_template to a file with one, put a chat_template.jinja beside"
@@ -353,8 +339,7 @@ class Tokenizer:
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Read a tokenizer from a folder or, if there is no such folder, from the hub.
 
-    Raises:
-        ModelError: files are missing or unreadable, the hub cannot be reached, or there is no end token.
+    Raises ModelError if files are missing or unreadable, the hub cannot be reached, or there is no end token.
     """
     folder = Path(path)
     if not folder.is_dir():

@@ -26,11 +26,8 @@ _WHOLE = {string.digits: "digits", string.ascii_lowercase: "lower-case letters",
 def check_row(tokenizer: Tokenizer, config: DataConfig, *, answered: bool) -> Callable[[Row, str], None] | None:
     """Return a check that refuses a row whose prompt has text unknown to the tokenizer; None where all text is known.
 
-    Args:
-        answered: whether answers, too, must be known, because they are imitated or compared with the model's.
-
-    Returns:
-        A function of a row and its name, which raises DataError.
+    It takes a row and its name, and raises DataError. Where rows are `answered`, answers must be known, too, because they are imitated or
+    compared with the model's.
     """
     if tokenizer.knows_all:
         return None

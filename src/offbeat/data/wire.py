@@ -75,11 +75,7 @@ def encode_pieces(value: Any) -> Sequence[bytes | memoryview]:
 
 
 def decode(kind: type[T], data: bytes | memoryview) -> T:
-    """Decode bytes from `encode`; arrays are read-only views of `data`.
-
-    Raises:
-        DataError: the bytes do not describe a `kind`.
-    """
+    """Decode bytes from `encode`; arrays are read-only views of `data`. Raises DataError if the bytes do not describe a `kind`."""
     try:
         return msgspec.msgpack.decode(data, type=kind, dec_hook=_from_plain)
     except (msgspec.DecodeError, ValueError) as exc:
@@ -94,8 +90,7 @@ def encode_json(value: Any) -> bytes:
 def decode_json(kind: type[T], data: bytes | str) -> T:
     """Decode bytes from `encode_json`. JSON lists have no dtype: the dataclass sets it in `__post_init__`.
 
-    Raises:
-        DataError: the text does not describe a `kind`.
+    Raises DataError if the text does not describe a `kind`.
     """
     try:
         return msgspec.json.decode(data, type=kind, dec_hook=lambda _, v: np.asarray(v))

@@ -61,11 +61,7 @@ class JournalHistory:
     _tries: Counter[str] = field(default_factory=Counter)
 
     def take_up(self, stored: Stored) -> None:
-        """Take up the next record.
-
-        Raises:
-            DataError: it is none.
-        """
+        """Take up the next record; raises DataError if it is none."""
         match record := decode_record(stored.payload):
             case JournalBegun(step, identity):
                 self._identity, self._ready, self._taken, self._computed = identity, {}, {}, {}

@@ -69,11 +69,7 @@ class PromptDrawn:
 
 @dataclass(frozen=True)
 class GroupFinished:
-    """A group is ready to be trained on.
-
-    Attributes:
-        packed: the whole group, as `pack` gives it.
-    """
+    """A group is ready to be trained on; `packed` is the whole group, as `pack` gives it."""
 
     prompt_id: str
     packed: bytes
@@ -122,8 +118,7 @@ class StepComputed:
 class StepTrained:
     """A step was trained, and its weights are on their way to the engines.
 
-    Attributes:
-        state: JSON of the loop's `SavedState` without heads and identity; with the step's statistics until it has ended.
+    `state` is JSON of the loop's `SavedState` without heads and identity; with the step's statistics until it has ended.
     """
 
     global_step: int
@@ -178,11 +173,7 @@ def encode_record(record: Record) -> bytes:
 
 
 def decode_record(data: bytes) -> Record:
-    """Return the record of bytes from `encode_record`.
-
-    Raises:
-        DataError: they are none.
-    """
+    """Return the record of bytes from `encode_record`; raises DataError if they are none."""
     if not data or data[0] >= len(_KINDS):
         raise DataError(f"a record of a journal begins with a byte below {len(_KINDS)}, got {data[:1]!r}")
     return wire.decode(_KINDS[data[0]], memoryview(data)[1:])
@@ -285,11 +276,9 @@ class CallEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size in memory, nearly."""
         return 500 + sum(200 + 12 * len(each.tokens) for each in self.answers)
 
     def to_bytes(self) -> bytes:
-        """Pack and encode the answers."""
         packed = _COMPRESSOR.compress(wire.encode(self.answers))
         return encode_record(CallHeard(self.prompt_id, self.version, self.number, self.key, packed))
 
@@ -307,11 +296,9 @@ class RecordEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size in memory, nearly."""
         return 500
 
     def to_bytes(self) -> bytes:
-        """Encode the record."""
         return encode_record(self.record)
 
 
@@ -323,10 +310,8 @@ class GroupEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size in memory, nearly."""
         return 500 + 13 * self.group.num_tokens
 
     def to_bytes(self) -> bytes:
-        """Pack and encode the group."""
         group = self.group
         return encode_record(GroupFinished(group.prompt_id, pack(group)))

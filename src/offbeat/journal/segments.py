@@ -67,11 +67,7 @@ class RecordPlace:
     length: int
 
     def read(self) -> bytes:
-        """Read the payload again.
-
-        Raises:
-            StorageError: it cannot be read.
-        """
+        """Read the payload again; raises StorageError if it cannot be read."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.offset)
@@ -142,11 +138,7 @@ def find(folder: Path) -> list[Segment]:
 
 
 class Reader:
-    """Reads the records of segments in order, and remembers where that ended.
-
-    Attributes:
-        cut: why it ended before the end of the files; None if it did not.
-    """
+    """Reads the records of segments in order; `cut` is then why that ended before the end of the files, None if it did not."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         """`segments` are consecutive ones, from the one to begin with to the last."""

@@ -77,11 +77,7 @@ class HeardCall:
 
 @dataclass(frozen=True)
 class OpenGroup:
-    """A group that ran when the journal ended, with the calls that were answered.
-
-    Attributes:
-        version: at which it was admitted.
-    """
+    """A group that ran when the journal ended, with the calls that were answered; `version` is the one at which it was admitted."""
 
     version: Version
     calls: tuple[HeardCall, ...]
@@ -108,8 +104,7 @@ class HeldGroups:
 class Result:
     """Rewards of a prompt that was settled while the stream was in this epoch, or the group that has them; for a curriculum.
 
-    Attributes:
-        step: the step that has taken the group; None if it is not trained on.
+    `step` is the one that has taken the group; None if it is not trained on.
     """
 
     prompt_id: str
@@ -169,8 +164,7 @@ class JournalStanding:
     def follow(self, records: Iterable[Stored]) -> None:
         """Take up the records in order.
 
-        Raises:
-            DataError: one does not follow from those before it, because they are not of this checkpoint.
+        Raises DataError if one does not follow from those before it, because they are not of this checkpoint.
         """
         for stored in records:
             self._take_up(stored)

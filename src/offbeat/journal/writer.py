@@ -212,11 +212,7 @@ class JournalWriter:
 
 
 class _Files:
-    """The segments that a writer appends to. Errors are those of the operating system; a call that failed may be made again.
-
-    Attributes:
-        num_bytes: bytes written.
-    """
+    """The segments that a writer appends to. Errors are those of the operating system; a call that failed may be made again."""
 
     def __init__(self, folder: Path) -> None:
         self.num_bytes = 0

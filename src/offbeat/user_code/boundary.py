@@ -58,13 +58,7 @@ class Caught:
 def told_as(begins: str, ends: str = "", *, passes: Kinds = ()) -> Iterator[None]:
     """Raise an error of the body as one sentence: `begins`, a description such as "ValueError: no idea", and `ends`.
 
-    `sys.exit` counts as an error.
-
-    Args:
-        passes: errors that are raised as they are.
-
-    Raises:
-        CodeError: the sentence.
+    The sentence is a CodeError. `sys.exit` counts as an error; errors of the kinds in `passes` are raised as they are.
     """
     with Caught(Exception, SystemExit, passes=passes) as caught:
         yield

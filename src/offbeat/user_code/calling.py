@@ -21,10 +21,8 @@ class EndedError(Exception):
 async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Call user code: a coroutine function on this loop, any other function in a thread of its own, as it may block.
 
-    A thread is waited for even if this is cancelled, since nothing can end it; a process whose threads do not end is replaced.
-
-    Raises:
-        EndedError: it called sys.exit, which would otherwise end the event loop and all episodes of the process.
+    A thread is waited for even if this is cancelled, since nothing can end it; a process whose threads do not end is replaced. Raises
+    EndedError where the code called sys.exit, which would otherwise end the event loop and all episodes of the process.
     """
     try:
         return await _call(function, *arguments, **named)

@@ -61,11 +61,7 @@ def resolve(dotted: str, *, kind: str) -> Callable[..., Any]:
 def check_takes(function: Callable[..., Any], dotted: str, given: Sequence[str], *, kind: str) -> None:
     """Refuse a function that cannot be called with so many arguments by position; one of unknown signature is accepted.
 
-    Args:
-        given: its arguments, for messages.
-
-    Raises:
-        CodeError: it takes more arguments or fewer.
+    `given` names the arguments in messages. Raises CodeError if it takes more or fewer.
     """
     try:
         signature = inspect.signature(function, follow_wrapped=False)  # a decorator may add arguments
@@ -82,8 +78,7 @@ def check_takes(function: Callable[..., Any], dotted: str, given: Sequence[str],
 def blaming(dotted: str, function: Callable[..., Any], *, kind: str) -> Iterator[None]:
     """Add file and line of the user's code to an exception from a function of `resolve`.
 
-    Raises:
-        OwnCodeError: the code raised an exception, of any class but this one, or called `sys.exit`.
+    Raises OwnCodeError if the code raised an exception, of any class but this one, or called `sys.exit`.
     """
     with Caught(Exception, SystemExit, passes=(OwnCodeError,)) as caught:
         yield

@@ -76,8 +76,7 @@ def withdraw(names: Iterable[str]) -> None:
 def find_given(name: str) -> Callable[..., Any] | None:
     """Return the function given under this name, or None.
 
-    Raises:
-        CodeError: it has a name of a given function, but was given to another process.
+    Raises CodeError if it has a name of a given function, but was given to another process.
     """
     if name not in _GIVEN and name.startswith(PREFIX):
         raise CodeError(
@@ -100,10 +99,9 @@ def pack(names: Iterable[str]) -> tuple[Given, ...]:
 
 
 def receive(given: Iterable[Given]) -> None:
-    """Take functions that the parent process has packed; from then on `find` finds them here.
+    """Take functions that the parent process has packed; from then on `find_given` finds them here.
 
-    Raises:
-        CodeError: a module or object that a function needs is missing in this process.
+    Raises CodeError if a module or object that a function needs is missing in this process.
     """
     for each in given:
         sys.path.extend(folder for folder in each.search_path if folder not in sys.path)

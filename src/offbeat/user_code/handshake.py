@@ -28,13 +28,9 @@ class Handshake:
 
 
 def enter(payload: bytes) -> Handshake:
-    """Set the memory limit of this process, and receive the functions that were given as objects.
+    """Set the memory limit of this process, and receive the functions that were given as objects, from the bytes of `Handshake.pack`.
 
-    Args:
-        payload: bytes of `Handshake.pack`.
-
-    Raises:
-        CodeError: a function cannot be loaded here.
+    Raises CodeError if a function cannot be loaded here.
     """
     handshake = msgspec.msgpack.decode(payload, type=Handshake)
     if handshake.memory_bytes:

@@ -22,11 +22,7 @@ class Places:
 
     @asynccontextmanager
     async def taken(self, off_the_clock: Waiting = on_the_clock) -> AsyncIterator[None]:
-        """Hold a place during the body.
-
-        Args:
-            off_the_clock: waits for it; see `Episode.off_the_clock`.
-        """
+        """Hold a place during the body; `off_the_clock` waits for it, see `Episode.off_the_clock`."""
         await off_the_clock(self._free.acquire())
         try:
             yield

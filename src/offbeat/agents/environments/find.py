@@ -27,9 +27,7 @@ ADAPTERS = {
 def find_stage(names: Sequence[str], options: Sequence[str], *, step_timeout_s: float, tools: bool) -> Stage:
     """Return the environment or the tools that the settings name.
 
-    Args:
-        names: name of one environment, or names of any number of tools.
-        tools: whether they are tools.
+    `names` is one name of an environment, or with `tools` any number of names of tools.
 
     Raises:
         CodeError: nothing has such a name.

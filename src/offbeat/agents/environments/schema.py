@@ -21,9 +21,7 @@ def tool_of(function: Callable[..., Any]) -> Tool:
     """Describe a function.
 
     Its docstring is the description: the text before "Args:", below which each argument may have a line, such as `city: name of the city`.
-
-    Raises:
-        CodeError: an argument has no type, or one that has no JSON schema; or it takes any number of arguments.
+    Raises CodeError if an argument has no type, or one that has no JSON schema; or if it takes any number of arguments.
     """
     schema = arguments_of(function).model_json_schema()
     schema.pop("title", None)
@@ -58,13 +56,9 @@ def arguments_of(function: Callable[..., Any]) -> type[BaseModel]:
 
 
 def read_arguments(model: type[BaseModel], text: str) -> dict[str, Any]:
-    """Return the arguments of a call, converted to the types of the function.
+    """Return the arguments of a call, JSON as a model wrote it, converted to the types of the function.
 
-    Args:
-        text: JSON, as a model wrote it.
-
-    Raises:
-        ValueError: they do not fit; the message is for the model.
+    Raises ValueError, whose message is for the model, if they do not fit.
     """
     try:
         arguments = model.model_validate(json.loads(text or "{}"))

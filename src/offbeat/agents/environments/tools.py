@@ -55,11 +55,7 @@ class ToolStage:
         self.tools: tuple[Tool, ...] = ()
 
     async def open(self) -> None:
-        """Start the servers, and describe all tools.
-
-        Raises:
-            CodeError: a tool has no schema, or two have one name.
-        """
+        """Start the servers, and describe all tools; raises CodeError if a tool has no schema, or two have one name."""
         await asyncio.gather(*(server.open() for server in self.servers))
         own = [tool_of(function) for function in self.functions] + [tool_of(_bound(self.factory, name)) for name in self.methods]
         self.tools = (*own, *(tool for server in self.servers for tool in server.tools))

@@ -91,11 +91,7 @@ class Sandbox:
     allow_unconfined: bool = False
 
     def run(self, code: str) -> Ran:
-        """Run a program and wait for its end.
-
-        Raises:
-            MachineError: as in `check`; or it cannot be started.
-        """
+        """Run a program and wait for its end; raises MachineError as `check`, or if it cannot be started."""
         mode = self.check()
         source = code.encode(errors="replace")
         if len(source) > _MOST_CODE_BYTES:
@@ -104,11 +100,7 @@ class Sandbox:
             return self._run(source, mode)
 
     def check(self) -> Confinement:
-        """Return how programs are confined.
-
-        Raises:
-            MachineError: this machine cannot confine them, and `allow_unconfined` is not set.
-        """
+        """Return how programs are confined; raises MachineError if this machine cannot and `allow_unconfined` is not set."""
         found, why = confinement()
         if found == "none" and not self.allow_unconfined:
             raise MachineError(
