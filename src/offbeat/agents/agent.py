@@ -34,8 +34,7 @@ class Player(Protocol):
     async def play(self, task: AgentTask, off_the_clock: Waiting, clock: EpisodeClock) -> Played:
         """Wait for a place through `off_the_clock`, and run the agent to its end under `clock`. Cancelling this ends the agent.
 
-        Raises:
-            DeadlineError: it took longer than the clock allows, once it had begun.
+        Raises DeadlineError if it took longer than the clock allows, once it had begun.
         """
         ...
 

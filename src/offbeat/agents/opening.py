@@ -29,8 +29,7 @@ async def open_workflow(
 ) -> Workflow:
     """Return the workflow; its processes and its proxy end with `stack`.
 
-    Args:
-        notes: takes a note when a process of user code had to be replaced, or when the proxy is exposed.
+    `notes` takes a note when a process of user code had to be replaced, or when the proxy is exposed.
 
     Raises:
         CodeError: there is no such workflow, or its agent, environment or tools cannot be found or loaded.

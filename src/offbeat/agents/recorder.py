@@ -29,12 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """Bounds of one episode.
-
-    Attributes:
-        max_turns: largest number of answers.
-        max_tokens: largest number of tokens of a prompt and its answer together.
-    """
+    """Bounds of one episode: on the number of answers, and on the tokens of a prompt and its answer together."""
 
     max_turns: int = 1000
     max_tokens: int = 2**31
@@ -262,8 +257,7 @@ class Recorder:
     def _find(self, request: ChatRequest) -> tuple[Node | None, int, bytes]:
         """Find the longest beginning of the request that ends with an answer of ours.
 
-        Returns:
-            the answer, None if there is none; the number of messages up to it; and the digest of the request's history.
+        Returns the answer, None if there is none; the number of messages up to it; and the digest of the request's history.
         """
         history = _tools_digest(request.tools)
         best, num_known = None, 0

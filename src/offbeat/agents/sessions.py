@@ -277,10 +277,7 @@ class ProxySessions:
                 self._sealed.popitem(last=False)
 
     def session_of(self, key: str, name: str = "") -> Session:
-        """Return the session into which a call records.
-
-        Args:
-            name: the call's X-Session-ID, which only counts for a key that several episodes share.
+        """Return the session into which a call records; its X-Session-ID, `name`, only counts for a key that several episodes share.
 
         Raises:
             UnknownKeyError: there is no such key.

@@ -148,11 +148,7 @@ class ReplyReader:
     """Reads one sample as it grows. The pieces of a reply, put together, are its message."""
 
     def __init__(self, chat: Chat, reader: AnswerReader | None, tokenizer: Tokenizer, *, ends: Collection[int]) -> None:
-        """
-        Args:
-            reader: splits an answer into its parts; None gives the text as it was written.
-            ends: tokens that end a sample besides those of the chat.
-        """
+        """`reader` splits an answer into its parts; None gives the text as it was written. `ends` are tokens beside the chat's own."""
         self._chat, self._reader, self._tokenizer, self._ends = chat, reader, tokenizer, ends
         self._told: list[Piece] = []
         self._num_read = 0

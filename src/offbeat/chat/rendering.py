@@ -127,7 +127,6 @@ class Renderer:
         """Return the beginning of an answer that has to be a call, e.g. "[TOOL_CALLS]"; empty if nothing is forced.
 
         Args:
-            tool_choice: "auto", "none" or "required".
             tool_name: the only tool that may be called; empty allows all.
 
         Raises:

@@ -161,11 +161,7 @@ class TagSplitter(CallSplitter):
     """Splits answers with calls among their text, and reasoning in <think> before it."""
 
     def __init__(self, form: ToolFormat | None, read_calls: ReadCalls | None, *, begins_with_thought: bool) -> None:
-        """
-        Args:
-            form: format of calls; None if unknown.
-            begins_with_thought: whether the prompt ends with <think>.
-        """
+        """`form` is None if the format of calls is unknown; `begins_with_thought` is whether the prompt ends with <think>."""
         super().__init__(form or HERMES, read_calls)
         self._starts = () if form is None or read_calls is None else form.starts
         self._start = re.compile("|".join(map(re.escape, self._starts)) or "(?!)")

@@ -41,14 +41,9 @@ def weight_of(name: str, table: Mapping[str, Any]) -> float:
 
 
 def values_of_data_set(name: str, table: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a whole configuration for the rows of a set.
+    """Return the values of a whole configuration for the rows of a set, from its table, such as {"path": "sums.jsonl", "weight": 2}.
 
-    Args:
-        table: the set's table, such as {"path": "sums.jsonl", "weight": 2}.
-        run: values of the run's configuration.
-
-    Raises:
-        ValueError: the name is not allowed, or the table holds something that no set has.
+    Raises ValueError if the name is not allowed, or the table holds something that no set has.
     """
     if re.fullmatch(r"[a-z0-9_]+", name) is None:
         raise ValueError(f"data.sets must have names of lower case letters, digits and '_', got {name!r}")

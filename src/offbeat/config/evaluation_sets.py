@@ -46,12 +46,8 @@ def setting_of(key: str) -> str:
 def values_of_set(name: str, table: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a whole configuration in which a set's settings replace the run's.
 
-    Args:
-        table: the set's table, such as {"num_prompts": 64, "data": {"path": "hard.jsonl"}}.
-        run: values of the run's configuration.
-
-    Raises:
-        ValueError: the name is not allowed, or the table is empty or holds something that no set has.
+    The set's table is, for example, {"num_prompts": 64, "data": {"path": "hard.jsonl"}}. Raises ValueError if the name is not allowed, or
+    the table is empty or holds something that no set has.
     """
     if re.fullmatch(r"[a-z0-9_]+", name) is None:
         raise ValueError(

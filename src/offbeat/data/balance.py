@@ -203,8 +203,7 @@ def _refine(values: np.ndarray, parts: Parts, bound: float, *, equal_size: bool)
 def _best_exchange(values: np.ndarray, high: list[int], low: list[int], difference: float, *, move: bool) -> tuple[int, int | None] | None:
     """Find the exchange that comes closest to halving the difference of two parts; `values` are the [N] costs.
 
-    Returns:
-        An item of `high`, and one of `low`, or None for a move. None if no exchange reduces the difference.
+    Returns an item of `high`, and one of `low`, or None for a move. None if no exchange reduces the difference.
     """
     dear, cheap = values[high], values[low]
     if move:

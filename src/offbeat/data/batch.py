@@ -196,9 +196,8 @@ class Batch:
         Args:
             tokens: [T] int32.
             trained: [T] bool, which tokens are targets.
-            lengths: [N], lengths of the sequences.
+            lengths: [N], of the sequences.
             columns: [T] each, by name; only values at trained tokens are used.
-            shared: the prompts that sequences share; None for no prompt.
 
         Raises:
             DataError: the first token of a sequence, which nothing predicts, is trained on; or arrays do not fit each other.

@@ -17,12 +17,7 @@ MAX_ENDS = 64
 
 @dataclass(frozen=True)
 class Ends:
-    """The tokens and strings that end a sample.
-
-    Attributes:
-        token_ids: distinct ids, the tokenizer's end token first.
-        strings: strings of ordinary text.
-    """
+    """The tokens and strings that end a sample: distinct ids, the tokenizer's end token first, and strings of ordinary text."""
 
     token_ids: tuple[int, ...]
     strings: tuple[str, ...] = ()
@@ -36,7 +31,6 @@ def find_ends(
     Args:
         model_end_ids: the model's own end tokens, as from `read_end_token_ids`.
         stop: `rollout.stop`. A special token in it is replaced by its id, because decoded text contains no special tokens.
-        stop_token_ids: `rollout.stop_token_ids`.
 
     Raises:
         ConfigError: an id is not a token, a string can never match, or there are too many.

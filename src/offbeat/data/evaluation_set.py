@@ -24,10 +24,7 @@ def open_set(
 
     They are the run's own held-out rows if `config` names the run's rows. Otherwise, all rows of a file or split may be asked, and rows of
     a task are drawn like held-out ones. `of_run` and `heldout` are [data] of the run, and its held-out rows; other arguments and errors are
-    as of `open_datasets`.
-
-    Raises:
-        DataError: also where the rows are the run's, and it holds none out.
+    as of `open_datasets`. Raises DataError also if the rows are the run's, and it holds none out.
     """
     if has_own_rows(config, of_run=of_run):
         alone = config.model_copy(update={"heldout_size": most if config.task else 0})

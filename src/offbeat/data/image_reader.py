@@ -110,16 +110,10 @@ class ImageReader:
     def expand(
         self, tokens: Sequence[int] | np.ndarray, images: Sequence[ImageSource], *, where: str = "a row",
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Put images in the places of the model's image tokens.
+        """Put images in the places of the model's image tokens, of which the tokens [L] have one for each image.
 
-        Args:
-            tokens: [L] ids, with one image token for each image.
-
-        Returns:
-            tokens [K] int32, and [K] int64, the index among the L tokens that each of them came from.
-
-        Raises:
-            DataError: the numbers differ, there are too many, or an image cannot be used.
+        Returns tokens [K] int32, and [K] int64, the index among the L tokens that each of them came from. Raises DataError if the numbers
+        differ, there are too many images, or one cannot be used.
         """
         given = np.asarray(tokens, np.int64)
         places = np.flatnonzero(given == self.token_id)

@@ -99,12 +99,8 @@ def read_vocab_size(path: str) -> int | None:
 def router_loss_note(path: str, *, coefficient: float) -> str:
     """Return advice for a mixture of experts whose config.json has a coefficient of the routers' load-balancing loss; "" for others.
 
-    Args:
-        coefficient: train.router_aux_loss_coefficient, such as 0.001; with one there is no advice.
-
-    Raises:
-        ConfigError: there is a coefficient, but no expert.
-        ModelError: as for `read_model_config`.
+    With train.router_aux_loss_coefficient, such as 0.001, there is no advice. Raises ConfigError if it is given and there are no experts,
+    and ModelError as `read_model_config`.
     """
     config = read_model_config(path)
     text = config.get("text_config") or config

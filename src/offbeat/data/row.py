@@ -80,12 +80,8 @@ class Row:
 def parse_record(record: Mapping[str, Any], config: DataConfig, *, where: str, needs_answer: bool = True) -> Row:
     """Make a row from a JSON object or table row, according to `config.format`, `config.prompt` and the field names.
 
-    Args:
-        where: names the record in messages, such as `'train.jsonl', line 3`.
-        needs_answer: whether a record without an answer cannot be used.
-
-    Raises:
-        DataError: a field is missing or of the wrong type, GSM8K's answer has no `####`, or a chat has no answer.
+    Raises DataError, which names the record by `where`, such as `'train.jsonl', line 3`, if a field is missing or of the wrong type,
+    GSM8K's answer has no `####`, a chat has no answer, or, with `needs_answer`, any record has none.
     """
     if config.format in ("auto", "messages") and not (config.prompt or config.prompt_field):
         record = as_chat(record, where)

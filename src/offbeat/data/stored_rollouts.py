@@ -111,7 +111,6 @@ class KeptGroup:
     Attributes:
         prompt_id: "epoch:index" with the row's index in the data, e.g. "0:17".
         prompt: the row's prompt as text, messages of a chat one below the other.
-        answer: the row's answer.
         rejected: why none of the group is trained on; None if it is.
         why: the kind of that reason in two words, such as "too long".
         drawn_again: whether a rejected group's prompt came again.

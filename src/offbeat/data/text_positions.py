@@ -29,7 +29,6 @@ class Place:
     Attributes:
         message: index of its message; -1 for a tool's.
         kind: "content", "reasoning", "call" or "tool".
-        said: the text.
         start: where it begins; None if its first characters are not written.
         end: where it ends; None if its last characters are not written.
         shows: whether all of it is written, white space and the case of letters apart.

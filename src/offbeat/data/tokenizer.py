@@ -55,7 +55,6 @@ class Tokenizer:
     """A tokenizer with an end token.
 
     Attributes:
-        hf: the underlying tokenizer.
         name: folder or hub id that it came from, for messages.
         template_kwargs: variables of the chat template besides messages and tools, such as `enable_thinking`.
         alphabet: all characters that it knows, if it was built of them here; else empty.
@@ -271,7 +270,6 @@ class Tokenizer:
 
         Args:
             messages: each with `role` and `content`, and further keys that the template knows.
-            tools: descriptions of functions that may be called.
             to_answer: whether to add the text before the assistant's next answer, such as "<|im_start|>assistant".
             in_words: always write tools, calls and results in Hermes' format.
 

@@ -17,12 +17,8 @@ _MOST_NAMED = 3
 def fit_vocabulary(tokenizer: Tokenizer, num_rows: int | None, *, model: str) -> Tokenizer:
     """Return a tokenizer that encodes nothing as a token that the model lacks.
 
-    Args:
-        num_rows: of the model's embedding; None if it is not known.
-        model: its folder, for the message.
-
-    Raises:
-        ModelError: tokens that the embedding lacks are ordinary ones, or ones that end texts or that the chat template writes.
+    The model's embedding has `num_rows`, None if that is not known; messages name it `model`. Raises ModelError if tokens that it lacks are
+    ordinary ones, or ones that end texts or that the chat template writes.
     """
     lacking = {index: token for token, index in tokenizer.hf.get_vocab().items() if num_rows is not None and index >= num_rows}
     if not lacking or num_rows is None:

@@ -42,7 +42,6 @@ class JournalBegun:
 
     Attributes:
         identity: JSON of the run's `Identity`, with which the records may be used.
-        head: where the process stood in its data.
         num_held: number of records after this one that belong to it: the groups and answered calls on hand.
     """
 

@@ -159,8 +159,7 @@ class RunJournal(NoJournal):
     def read(self, base: int) -> tuple[JournalStanding, str] | None:
         """Return where the run stood when the records that continue the checkpoint of step `base` ended; None if there are none.
 
-        Returns:
-            The state, and why later records are not used, a sentence; "" if all are.
+        Beside the state, it says why later records are not used, in a sentence; "" if all are.
 
         Raises:
             ConfigError: a newer Offbeat has written the journal.

@@ -22,9 +22,6 @@ class Caught:
     >>>     number = float(value)
     >>> if caught.error is not None:
     >>>     number = 0.0
-
-    Attributes:
-        error: the error; None as long as there is none.
     """
 
     def __init__(self, *kinds: type[BaseException], passes: Kinds = ()) -> None:

@@ -36,7 +36,6 @@ class Given:
     """A function on its way from a process to its own child.
 
     Attributes:
-        name: its name in the configuration.
         pickled: the function, by reference where it can be imported, else by value.
         search_path: `sys.path` of the parent, since the function may import modules beside the program that gave it.
     """
@@ -49,11 +48,7 @@ class Given:
 def give(function: object, *, kind: str) -> str:
     """Keep a function, class or other callable for this process and its children, and return its name for the configuration.
 
-    Args:
-        kind: its purpose ("rollout.reward"), for messages.
-
-    Raises:
-        CodeError: it cannot be called, or cannot be sent to another process.
+    Messages name its purpose, `kind`, such as "rollout.reward". Raises CodeError if it cannot be called, or sent to another process.
     """
     if not callable(function):
         raise CodeError(f"{kind} must be a function, or text that names one, such as 'rewards.py:mine', got {shorten(function)}")
