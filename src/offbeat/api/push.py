@@ -32,8 +32,6 @@ class Push:
 
     Attributes:
         repo_id: the repository, as OWNER/NAME.
-        revision: branch.
-        message: message of the commit.
         private: whether a new repository is private; otherwise the owner's default decides, which is public.
         files: files of the run, by their paths in the repository, such as "config.json".
         texts: files made for the push: the model card, unless the folder has one, and copies that name no folder of this machine.
@@ -54,12 +52,7 @@ class Push:
 
 @dataclass(frozen=True)
 class Commit:
-    """A commit to a repository.
-
-    Attributes:
-        revision: branch.
-        message: empty names the run.
-    """
+    """A commit to a repository: its branch, and its message, which names the run if it is empty."""
 
     revision: str = _MAIN
     message: str = ""
@@ -75,8 +68,7 @@ def plan_push(
         checkpoint: which export: "last", "best", or the number of a step.
         adapter: whether to send the LoRA adapter by itself, instead of the model into which it is merged.
         base_model: hub id of the model that was trained, where the run began with a local folder of it.
-        commit: its branch and message; by default the run's name on main.
-        private: whether a new repository is private.
+        commit: by default to main.
 
     Raises:
         ConfigError: the name is not as OWNER/NAME, or the run has no adapter.
@@ -187,11 +179,7 @@ def _is_classifier(folder: Path) -> bool:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Read a file that was exported.
-
-    Raises:
-        DataError: it is damaged.
-    """
+    """Read a file that was exported; raises DataError if it is damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as exc:

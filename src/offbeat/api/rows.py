@@ -35,11 +35,7 @@ _DIGEST_BYTES = 8
 
 @dataclass(frozen=True)
 class RowsFile:
-    """Rows that were written to a file.
-
-    Attributes:
-        fields: names of the first row's fields.
-    """
+    """Rows that were written to a file; `fields` are the names of the first row's fields."""
 
     path: Path
     num_rows: int

@@ -92,7 +92,6 @@ class Ending:
             return False
 
     def terminate(self) -> None:
-        """Ask as SIGTERM does."""
         if self._terminations.asks(now_s=time.monotonic()):
             self.ask(ASKED_TO_STOP)
 
@@ -297,10 +296,8 @@ def hearing_signals() -> Iterator[None]:
 def telling_how_to_go_on(config: Config, again: str) -> Iterator[Callable[[], None]]:
     """Print at the end how to continue the run, if the body calls the yielded function, or ends early and there is a checkpoint.
 
-    After a failure only a checkpoint of the body's own counts, so that a run that could not begin prints its error alone.
-
-    Args:
-        again: the command to print, such as "offbeat train task.toml"; with an empty one nothing is printed.
+    After a failure only a checkpoint of the body's own counts, so that a run that could not begin prints its error alone. `again` is the
+    command to print, such as "offbeat train task.toml"; with an empty one nothing is printed.
     """
     stopped: list[bool] = []
     before = _checkpoints(config)

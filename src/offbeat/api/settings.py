@@ -110,11 +110,7 @@ def _tables() -> frozenset[str]:
 
 
 def _by_setting(keywords: Settings, homes: Sequence[str]) -> dict[str, Any]:
-    """Return keywords by the settings that they mean.
-
-    Raises:
-        ConfigError: one means no setting or several, or two mean the same.
-    """
+    """Return keywords by the settings that they mean; raises ConfigError if one means no setting or several, or two mean the same."""
     found: dict[str, str] = {}
     for name in keywords:
         key = _setting(name, homes)
@@ -224,11 +220,7 @@ def _check_models(values: Settings) -> None:
 
 
 def _named(value: Any, key: str, names: list[str]) -> Any:
-    """Return a setting with the names of functions in their place; adds those names that must be withdrawn.
-
-    Raises:
-        CodeError: a function cannot be sent to the process that calls it.
-    """
+    """Return a setting with the names of functions in their place; adds those names that must be withdrawn."""
     if isinstance(value, list | tuple):
         return [_named(item, key, names) for item in value]
     if isinstance(value, Mapping):  # rewards with their weights

@@ -34,11 +34,7 @@ def load_run(function: str) -> Callable[..., Any]:
 def telling_how_to_go_on(
     config: Config, args: argparse.Namespace, command: Sequence[str],
 ) -> AbstractContextManager[Callable[[], None]]:
-    """Print at the end the command that continues a run, as `api.session` does.
-
-    Args:
-        command: the words of that command, such as ["offbeat", "train", "task.toml"].
-    """
+    """Print at the end the command that continues a run, such as ["offbeat", "train", "task.toml"], as `api.session` does."""
     resumes = [] if config.run.resume else ["--run.resume", "true"]
     again = "start it with torchrun as before" if config.run.mode == "spmd" else shlex.join([*command, *resumes])
     return session.telling_how_to_go_on(config, again if read_rank_info(config.run, config.train).leads and not args.json else "")
@@ -68,12 +64,10 @@ def add_config_argument(parser: argparse.ArgumentParser, *, optional: bool = Fal
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--json`."""
     parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of tables")
 
 
 def add_dashboard_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--dashboard`."""
     parser.add_argument(
         "--dashboard", action="store_true",
         help="serve the live page of this run on this machine until it ends, and print its address; see offbeat watch")

@@ -38,7 +38,6 @@ examples:
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `compare` to the parser."""
     parser = subparsers.add_parser("compare", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("first", metavar="A", help="the evaluation or run that is compared with")
     parser.add_argument("second", metavar="B", help="the evaluation or run that may be better")
@@ -49,12 +48,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
-    """Compare and print.
-
-    Raises:
-        ConfigError: settings were given, or a negative number of changes.
-        DataError: one of them is no evaluation, or both have nothing in common.
-    """
+    """Compare and print; raises ConfigError for an invalid option, DataError without two evaluations that have something in common."""
     refuse_settings(overrides, "compare", "evaluations are compared as they are")
     if args.changes < 0:
         raise ConfigError(f"--changes must be at least 0, got {args.changes}")

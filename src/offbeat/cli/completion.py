@@ -62,12 +62,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Words:
-    """Words that may follow a command.
-
-    Attributes:
-        choices: values of its first argument, if they are few; else a file may follow.
-        settings: whether it takes settings.
-    """
+    """Words that may follow a command; `choices` are values of its first argument if they are few, else a file may follow."""
 
     options: tuple[Option, ...] = ()
     choices: tuple[str, ...] = ()
@@ -75,18 +70,13 @@ class Words:
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `completion` to the parser."""
     parser = subparsers.add_parser("completion", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell that reads the script")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
-    """Print the script.
-
-    Raises:
-        ConfigError: settings were given.
-    """
+    """Print the script; raises ConfigError if settings were given."""
     refuse_settings(overrides, "completion")
     print({"bash": bash_script, "zsh": zsh_script, "fish": fish_script}[args.shell](), end="")
     return 0
@@ -109,7 +99,6 @@ def words_of(command: str) -> Words:
 
 
 def setting_options() -> Iterator[Option]:
-    """Yield every setting as an option."""
     for name, info in settings():
         yield Option(f"--{name}", (info.description or "").partition("; ")[0], _choices(info.annotation))
 
@@ -121,7 +110,6 @@ def _choices(kind: Any) -> tuple[str, ...]:
 
 
 def bash_script() -> str:
-    """Return the script for bash."""
     known = {name: words_of(name) for name in COMMANDS}
     of_settings = list(setting_options())
     cases, choices = [], []
@@ -146,7 +134,6 @@ def zsh_script() -> str:
 
 
 def fish_script() -> str:
-    """Return the script for fish."""
     lines = ["complete -c offbeat -n __fish_use_subcommand -l version -d 'print the version and end'"]
     takes_settings = []
     for name, command in COMMANDS.items():

@@ -51,7 +51,6 @@ examples:
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `config` to the parser."""
     parser = subparsers.add_parser("config", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("action", choices=("show", "check", "plan", "docs"), help="what to do")
     parser.add_argument("config", nargs="?", metavar="CONFIG", help=(
@@ -65,10 +64,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     """Print the requested information.
 
-    Raises:
-        ConfigError: the file or an override is invalid, or names something that cannot be used.
-        DataError: the folder has no plan.
-        CodeError: an objective or a credit of the user's own does not work.
+    Raises ConfigError if the file or an override is invalid or names something that cannot be used, DataError if the folder has no plan,
+    CodeError if an objective or a credit of the user's own does not work.
     """
     if args.action == "docs":
         print(render_docs(), end="")
@@ -149,9 +146,7 @@ def _here(config: Config) -> Iterator[str]:
 def _memory(config: Config) -> Iterator[str]:
     """Yield a table of the memory that a train rank takes. Another process counts it, since that needs torch.
 
-    Raises:
-        ConfigError: there is no model to count, or it cannot be read.
-        MissingExtraError: torch is not installed.
+    Raises ConfigError if there is no model that can be read, MissingExtraError if torch is not installed.
     """
     require("train", TRAIN, wanted_by="config check --memory")
     if not config.model.path:

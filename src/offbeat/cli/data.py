@@ -45,7 +45,6 @@ examples:
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `data` to the parser."""
     parser = subparsers.add_parser("data", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("action", choices=("show", "prune"), help="what to do")
     add_config_argument(parser, optional=True)
@@ -56,11 +55,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
-    """Print the first rows and a summary of all.
-
-    Raises:
-        ConfigError: `-n` is negative, or the configuration is wrong.
-    """
+    """Print the first rows and a summary of all; raises ConfigError if `-n` is negative, or the configuration is wrong."""
     if args.n < 0:
         raise ConfigError(f"-n must be at least 0, got {args.n}")
     config = named_config(args, overrides, command="data show" if args.action == "show" else "")

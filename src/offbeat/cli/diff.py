@@ -22,7 +22,6 @@ examples:
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `diff` to the parser."""
     parser = subparsers.add_parser("diff", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("first", metavar="A", type=Path, help="a run's folder, such as runs/my-run")
     parser.add_argument("second", metavar="B", type=Path, help="the folder of another run")
@@ -31,11 +30,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
-    """Compare and print.
-
-    Raises:
-        ConfigError: settings were given, or one is not the folder of a run.
-    """
+    """Compare and print; raises ConfigError if settings were given, or one is not the folder of a run."""
     refuse_settings(overrides, "diff", "runs are compared as they are")
     found = compare_runs(args.first, args.second)
     if args.json:

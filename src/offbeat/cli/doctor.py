@@ -77,18 +77,13 @@ class Check:
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `doctor` to the parser."""
     parser = subparsers.add_parser("doctor", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("--json", action="store_true", help="print a JSON list of checks instead of a table")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
-    """Print all checks; return 1 if one failed.
-
-    Raises:
-        ConfigError: settings were given, but the checks do not depend on any.
-    """
+    """Print all checks; return 1 if one failed. Raises ConfigError if settings were given, on which no check depends."""
     refuse_settings(overrides, "doctor", "check a configuration with offbeat config check")
     checks = all_checks()
     if args.json:
@@ -99,7 +94,6 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
 
 
 def all_checks() -> list[Check]:
-    """Return all checks, in the order in which they are shown."""
     return [
         Check("python", "ok", f"{platform.python_version()} ({platform.system()} {platform.machine()})"),
         Check("offbeat", "ok", importlib.metadata.version("offbeat")),

@@ -47,7 +47,6 @@ _MOST_STORED_BYTES = 8 << 30
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `engine` to the parser."""
     parser = subparsers.add_parser("engine", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("--model", required=True, metavar="PATH", help="folder or hub id of the model, its tokenizer included")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; one that other machines can reach needs a key")
@@ -92,10 +91,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     """Serve until interrupted.
 
-    Raises:
-        ModelError: there is no model or tokenizer.
-        PortBusyError: the port is taken.
-        ConfigError: an option is invalid, or others could reach the engine without a key.
+    Raises ModelError if there is no model or tokenizer, PortBusyError if the port is taken, ConfigError if an option is invalid or others
+    could reach the engine without a key.
     """
     if overrides:
         raise ConfigError(f"--{overrides[0][0]} is not an option of offbeat engine; see offbeat engine --help")
@@ -127,11 +124,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
 
 
 def _with_images(options: EngineOptions, store: str, files: str | None) -> EngineOptions:
-    """Return the options with a folder to store the images of chats in, if the model reads images.
-
-    Raises:
-        ConfigError: there is no folder `files`, or the model reads no images.
-    """
+    """Return the options with a folder for the images of chats, if the model reads images; raises ConfigError if `files` cannot be used."""
     reads = reads_images(read_model_config(options.model)) and bool(processor_files(options.model))
     if files is not None and not reads:
         raise ConfigError(f"--images is for a model that reads images, and {options.model} is none with a processor; leave it out")

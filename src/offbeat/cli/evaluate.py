@@ -53,7 +53,6 @@ examples:
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `eval` to the parser."""
     parser = subparsers.add_parser("eval", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("config", metavar="CONFIG", help="TOML file, or a run's folder; --section.key value changes a setting")
     parser.add_argument("models", metavar="MODEL", nargs="*", help="what to evaluate (default: the run, or model.path)")
@@ -66,11 +65,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
-    """Evaluate the models and print the results.
-
-    Raises:
-        ConfigError: an option is invalid, or there is nothing to evaluate.
-    """
+    """Evaluate the models and print the results; raises ConfigError if an option is invalid, or there is nothing to evaluate."""
     if args.output is not None and args.output.suffix != ".json":
         raise ConfigError(f"--output must name a .json file, got {args.output}; answers go to a file of that name with .samples.jsonl")
     path, models = args.config, list(args.models)

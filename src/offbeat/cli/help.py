@@ -27,7 +27,6 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Fills paragraphs of descriptions, and keeps their lists and examples line by line."""
 
     def __init__(self, prog: str) -> None:
-        """Format the help of the command `prog`."""
         columns = min(_COLUMNS, shutil.get_terminal_size().columns)
         super().__init__(prog, width=columns - 2, max_help_position=_LABELS + 8)
         self._columns = columns
@@ -39,9 +38,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 def wrapped(text: str, columns: int) -> Iterator[str]:
     r"""Yield the lines of a text: paragraphs filled, described items with a hanging indent, and long shell commands ended with \.
 
-    Args:
-        text: paragraphs; indented lines are items, e.g. `  show   the resolved configuration`, or commands. A line that is indented deeper
-            continues an item.
+    Indented lines are items, e.g. `  show   the resolved configuration`, or commands. A line that is indented deeper continues an item.
     """
     for line in _joined(text):
         if len(line) <= columns:

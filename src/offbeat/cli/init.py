@@ -116,7 +116,6 @@ Then put your own rows, reward and lengths in the place of these. Any setting ca
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `init` to the parser."""
     parser = subparsers.add_parser("init", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument(
         "folder", nargs="?", default=_RUN, metavar="FOLDER", help="where to write it; the run gets its name (default: my-task)")
@@ -124,12 +123,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
-    """Write the folder, and say how to go on.
-
-    Raises:
-        ConfigError: a file is there already, or settings were given.
-        StorageError: the folder cannot be written.
-    """
+    """Write the folder; raises ConfigError if a file is there already or settings were given, StorageError if it cannot be written."""
     refuse_settings(overrides, "init", "write it into task.toml")
     folder = Path(args.folder)
     name = _run_name(folder)

@@ -7,11 +7,7 @@ from offbeat.errors import ConfigError
 
 
 def read_key(file: str | None) -> str:
-    """Return the key in a file, or $OFFBEAT_API_KEY if no file is given; empty for no key.
-
-    Raises:
-        ConfigError: the file cannot be read, or is empty.
-    """
+    """Return the key in a file, or $OFFBEAT_API_KEY without one, "" for no key; raises ConfigError if the file is unreadable or empty."""
     if file is None:
         return os.environ.get("OFFBEAT_API_KEY", "")
     try:

@@ -32,7 +32,6 @@ what a rank of a model takes on a GPU.
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `launch` to the parser."""
     parser = subparsers.add_parser("launch", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("where", choices=("slurm",), help="the cluster's scheduler")
     parser.add_argument("config", metavar="CONFIG", help="TOML file; --section.key value changes a setting, and is passed on")
@@ -52,12 +51,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace, overrides: Sequence[Override]) -> int:
-    """Write the script.
-
-    Raises:
-        ConfigError: the configuration or an option is invalid, or the machines are too few.
-        StorageError: the file cannot be written.
-    """
+    """Write the script; raises ConfigError if an option or the configuration is invalid, StorageError if the file cannot be written."""
     config = load_config(args.config, overrides)
     job = SlurmJob(
         nodes=args.nodes, gpus_per_node=args.gpus_per_node, cpus_per_node=args.cpus_per_node, time=args.time, partition=args.partition,

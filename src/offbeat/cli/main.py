@@ -30,7 +30,6 @@ class Command:
     Attributes:
         group: heading under which the list shows it.
         module: module of `offbeat.cli` that adds its arguments and runs it.
-        summary: its line in the list.
         needs_train: whether it loads models or runs workers, for which the extra `train` must be installed. Such work goes on when
             nobody reads its output any more.
         training: the kind of training that it does, which its module is given.
@@ -124,10 +123,8 @@ def _run_command(argv: list[str]) -> int:
 def build_parser(command: str) -> argparse.ArgumentParser:
     """Return the parser of one command, or a list of all commands if the name is none of them.
 
-    Importing the modules of the other commands takes longer than most commands run.
-
-    Raises:
-        MissingExtraError: the command trains, and the extra `train` is not installed.
+    Importing the modules of the other commands takes longer than most commands run. Raises MissingExtraError if the command trains, and the
+    extra `train` is not installed.
     """
     parser = argparse.ArgumentParser(
         prog="offbeat", usage="offbeat [-h] [--version] [--debug] COMMAND ...", description=f"{_DESCRIPTION}\n{_command_list()}",

@@ -23,12 +23,7 @@ _SHORT_FOR = {
 
 
 def add_named_arguments(parser: argparse.ArgumentParser, *, data: str, rewards: bool = False) -> None:
-    """Add the options.
-
-    Args:
-        data: help of `--data`.
-        rewards: whether the command calls a reward.
-    """
+    """Add the options; `data` is the help of `--data`, and `rewards` says whether the command calls a reward."""
     parser.add_argument("--model", help="the model to train: a folder or a hub id (model.path)")
     parser.add_argument("--data", help=f"{data} (data.path or data.task)")
     if rewards:
@@ -41,18 +36,14 @@ def add_named_arguments(parser: argparse.ArgumentParser, *, data: str, rewards: 
 
 
 def named_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the named options that were given."""
     return {name: value for name in _SHORT_FOR if (value := getattr(args, name, None)) is not None}
 
 
 def named_config(args: argparse.Namespace, overrides: Sequence[Override], *, command: str = "") -> Config:
     """Return the configuration of a file, settings and named options together.
 
-    Args:
-        command: name of a command that needs data; "" needs none.
-
-    Raises:
-        ConfigError: there is no data, something is given twice, or a setting cannot be used.
+    `command` is the name of a command that needs data, or "". Raises ConfigError if there is no data, something is given twice, or a
+    setting cannot be used.
     """
     given = named_options(args)
     typed = {ALIASES.get(key, key) for key, _ in overrides}

@@ -24,18 +24,13 @@ examples:
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `docs` to the parser."""
     parser = subparsers.add_parser("docs", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("page", metavar="PAGE", nargs="?", default="", help="name of a page, such as debugging")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
-    """Print a page, or a line for each page.
-
-    Raises:
-        ConfigError: there is no such page, or settings were given, which no page uses.
-    """
+    """Print a page, or a line for each page; raises ConfigError if there is no such page, or settings were given, which no page uses."""
     refuse_settings(overrides, "docs", "'offbeat config docs' lists all settings")
     pages = find_pages()
     if not args.page:

@@ -26,7 +26,6 @@ examples:
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `push` to the parser."""
     parser = subparsers.add_parser("push", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's folder, such as runs/my-run")
     parser.add_argument("repo_id", metavar="OWNER/NAME", help="the repository on the hub")
@@ -43,14 +42,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
-    """Send the model and print its address, or print a list of the files that would be sent.
-
-    Raises:
-        ConfigError: settings were given, the name is not as OWNER/NAME, or the run has no adapter.
-        DataError: the folder is not a run.
-        ModelError: the run has not exported its model.
-        HubError: the hub cannot be reached, or refuses.
-    """
+    """Send the model and print its address, or print a list of the files that would be sent; raises as `plan_push` and `send`."""
     refuse_settings(overrides, "push", "the model is sent as the run has exported it")
     push = plan_push(
         args.run_dir, args.repo_id, checkpoint=args.checkpoint, adapter=args.adapter, base_model=args.base_model,

@@ -30,7 +30,6 @@ report with curves and a time line to runs/quickstart/report.html. Exit code 1 i
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `quickstart` to the parser."""
     parser = subparsers.add_parser("quickstart", description=_DESCRIPTION)
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and sampling (default: 0)")
     add_json_argument(parser)
@@ -39,11 +38,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
-    """Train, and check that the model has learned.
-
-    Raises:
-        NotLearnedError: held-out accuracy is below 0.85, or rose by less than 0.30.
-    """
+    """Train, and check that the model has learned; raises NotLearnedError if held-out accuracy is below 0.85, or rose by less than 0.30."""
     config = load_config(str(_CONFIG), [("run.name", "quickstart"), ("run.seed", str(args.seed)), *overrides])
     keep_private(config)
     run_training = load_run("run_training")

@@ -30,7 +30,6 @@ examples:
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `replay` to the parser."""
     parser = subparsers.add_parser("replay", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run's folder, such as runs/my-run")
     parser.add_argument("--from-step", type=int, metavar="N", help="first step to compare (default: the first that can be replayed)")
@@ -43,11 +42,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
-    """Replay and print a line for each step.
-
-    Raises:
-        ConfigError: settings were given, or the run cannot be replayed.
-    """
+    """Replay and print a line for each step; raises ConfigError if settings were given, or the run cannot be replayed."""
     refuse_settings(overrides, "replay", "a run is replayed with its own")
     for name, value in (("--from-step", args.from_step), ("--to-step", args.to_step)):
         if value is not None and value < 1:

@@ -20,19 +20,13 @@ examples:
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `report` to the parser."""
     parser = subparsers.add_parser("report", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's folder, such as runs/my-run")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
-    """Write the report and print its path.
-
-    Raises:
-        ConfigError: settings were given, which a report does not use.
-        DataError: the folder is not a run.
-    """
+    """Write the report and print its path; raises ConfigError if settings were given, DataError if the folder is not a run."""
     refuse_settings(overrides, "report", "a report shows the run as it was configured")
     print(write_report(args.run_dir))
     return 0

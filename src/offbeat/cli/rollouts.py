@@ -58,7 +58,6 @@ _SCALE = ((-0.05, ""), (-0.7, "green"), (-2.3, "yellow"), (-4.6, "dark_orange"),
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `rollouts` to the parser."""
     parser = subparsers.add_parser("rollouts", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's folder, such as runs/my-run")
     parser.add_argument("--show", metavar="ID", help="print this rollout as a conversation, and its group's others; IDs are in the list")
@@ -78,12 +77,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
-    """Print a list of rollouts, or one of them.
-
-    Raises:
-        ConfigError: settings were given, or a filter is invalid.
-        DataError: the folder is not a run, or has no such rollout.
-    """
+    """Print a list of rollouts, or one; raises ConfigError for settings or an invalid filter, DataError for no such run or rollout."""
     refuse_settings(overrides, "rollouts", "see offbeat rollouts --help")
     if not 1 <= args.limit <= _LARGEST:
         raise ConfigError(f"--limit must be at least 1 and at most 2^53, got {args.limit}")

@@ -44,7 +44,6 @@ _SETTINGS = {
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `serve` to the parser."""
     parser = subparsers.add_parser("serve", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("--model", required=True, metavar="PATH", help="folder or hub id of the base model, its tokenizer included")
     parser.add_argument(
@@ -68,11 +67,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace, overrides: Sequence[Override]) -> int:
-    """Serve until interrupted.
-
-    Raises:
-        ConfigError, ModelError, PortBusyError, StorageError: an argument or setting cannot work.
-    """
+    """Serve until interrupted; raises a UserError if an argument or setting cannot work."""
     config = load_config(None, [*_DEFAULTS, *_given(args), *overrides])
     keep_private(config)
     run_service = load_module("offbeat.service.serve").run_service  # not at the top: help and wrong settings need none of it

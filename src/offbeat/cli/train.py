@@ -20,7 +20,6 @@ from offbeat.config.training_kinds import TrainingKind
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]", kind: TrainingKind) -> None:
-    """Add the command of a kind of training to the parser."""
     parser = subparsers.add_parser(kind.command, description=kind.description, epilog=kind.examples)
     add_config_argument(parser, optional=True)
     add_named_arguments(parser, data=kind.data, rewards=not kind.lesson)

@@ -33,7 +33,6 @@ examples:
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `watch` to the parser."""
     parser = subparsers.add_parser("watch", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("paths", metavar="PATH", nargs="*", type=Path, help="a run's folder, or a folder of runs (default: runs)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; one that other machines can reach needs a key")
@@ -43,13 +42,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
-    """Serve until interrupted.
-
-    Raises:
-        ConfigError: settings were given, or an option is invalid.
-        DataError: a folder does not exist.
-        PortBusyError: the port is taken.
-    """
+    """Serve until interrupted; raises ConfigError for a bad option, DataError for a missing folder, PortBusyError for a taken port."""
     refuse_settings(overrides, "watch", "see offbeat watch --help")
     if not 0 <= args.port <= 65535:
         raise ConfigError(f"--port must be between 0 and 65535, got {args.port}")

@@ -51,11 +51,7 @@ def choose_pairs(first: EvaluatedSet, last: EvaluatedSet) -> list[Pair]:
 
 
 def answers_html(answers: Mapping[int, EvaluatedSet]) -> str:
-    """Draw the chosen prompts as cards.
-
-    Args:
-        answers: two evaluations of one set by global step, such as 0 and 60; with fewer, nothing is drawn.
-    """
+    """Draw the chosen prompts of two evaluations of one set, by global step such as 0 and 60, as cards; nothing of fewer evaluations."""
     if len(answers) < 2:
         return ""
     (start, first), (end, last) = sorted(answers.items())

@@ -107,11 +107,7 @@ def tick_label(value: float, *, log: bool = False) -> str:
 
 
 def draw(chart: Chart) -> str:
-    """Draw the chart as an `<svg>` element.
-
-    Raises:
-        ValueError: there is no point to draw.
-    """
+    """Draw the chart as an `<svg>` element; raises ValueError if there is no point to draw."""
     points = chart.points()
     if not points:
         raise ValueError(f"chart {chart.title!r} has no points")

@@ -58,14 +58,7 @@ class RunLibrary:
     """The runs in some folders. Methods may be called on any thread."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        """Prepare a library; each method looks for runs anew.
-
-        Args:
-            folders: runs, or folders of runs; those that begin later are found, too.
-
-        Raises:
-            DataError: a folder does not exist.
-        """
+        """Prepare a library of runs, or folders of runs; raises DataError if a folder does not exist. Later runs are found, too."""
         for folder in folders:
             if not folder.is_dir():
                 raise DataError(f"folder {folder} does not exist; give a run's folder such as runs/NAME, or a folder of runs")
@@ -95,11 +88,7 @@ class RunLibrary:
         return found
 
     def folder(self, name: str) -> Path:
-        """Return a run's folder.
-
-        Raises:
-            DataError: there is no run of this name.
-        """
+        """Return a run's folder; raises DataError if there is no run of this name."""
         found = self.runs()
         if name not in found:
             raise DataError(f"there is no run {name[:80]!r} here; there is {', '.join(found) or 'none yet'}")
@@ -111,11 +100,7 @@ class RunLibrary:
         return sorted(found, key=lambda each: -each.changed_s)
 
     def is_live(self, name: str) -> bool:
-        """Return whether a process runs the run; see `Summary`.
-
-        Raises:
-            DataError: there is no such run.
-        """
+        """Return whether a process runs the run; see `Summary`. Raises DataError if there is no such run."""
         return _summary(name, self.folder(name)).is_live
 
     def stamp(self, name: str) -> str:
@@ -126,11 +111,7 @@ class RunLibrary:
         return "-".join(f"{size}.{mtime}" for size, mtime in (*_stamp(folder), (len(files), newest)))
 
     def read(self, name: str) -> RunFiles:
-        """Return a run's records.
-
-        Raises:
-            DataError: there is no such run.
-        """
+        """Return a run's records; raises DataError if there is no such run."""
         folder = self.folder(name)
         stamp = _stamp(folder)
         with self._lock:
@@ -143,11 +124,7 @@ class RunLibrary:
         return known[1]
 
     def rollouts(self, name: str) -> tuple[RolloutIndex, IndexProgress]:
-        """Return the index of a run's rollouts and its progress; a thread continues to build it.
-
-        Raises:
-            DataError: there is no such run.
-        """
+        """Return the index of a run's rollouts and its progress; a thread continues to build it. Raises as `folder`."""
         folder = self.folder(name)
         with self._lock:
             kept = self._indexes.get(folder)

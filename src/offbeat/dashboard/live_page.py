@@ -25,7 +25,6 @@ class LivePage:
     """The page of one run. Use as a context manager, which ends the process; `open` starts it."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Prepare the page of a run; nothing is started yet."""
         self._run_dir = run_dir
         self._process: subprocess.Popen[str] | None = None
         self._reading: threading.Thread | None = None
@@ -59,7 +58,6 @@ class LivePage:
         self._reading.start()
 
     def close(self) -> None:
-        """End the process."""
         if self._process is None:
             return
         process, self._process = self._process, None

@@ -26,7 +26,6 @@ class CardDetails:
     """Facts on a model card that are not in its run's files.
 
     Attributes:
-        repo_id: the repository, as OWNER/NAME.
         base: hub id of the model that was trained; empty if it is on no hub.
         step: step after which the model was exported; None is the last one.
         is_adapter: whether a LoRA adapter is sent without its base.

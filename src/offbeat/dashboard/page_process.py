@@ -47,11 +47,7 @@ async def _serve(library: RunLibrary, listener: socket.socket) -> None:
 
 
 def bind_next(port: int) -> socket.socket:
-    """Listen on this machine at `port`, or the next one that is free; at any one if 20 in a row are taken.
-
-    Raises:
-        PortBusyError: no port is free.
-    """
+    """Listen here at `port` or the next that is free, at any if 20 in a row are taken; raises PortBusyError if no port is free."""
     for number in range(port, port + _NUM_PORTS):
         listener = None
         try:

@@ -33,14 +33,9 @@ _FEW_STEPS = 5
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `report.html` into a run's folder, replacing an older one.
+    """Write `report.html` into a run's folder, replacing an older one, and return its path.
 
-    Returns:
-        The path of the report.
-
-    Raises:
-        DataError: the folder is not a run.
-        StorageError: the report cannot be written.
+    Raises DataError if the folder is not a run, StorageError if the report cannot be written.
     """
     page = render_report(read_run(run_dir))
     path = run_dir / "report.html"

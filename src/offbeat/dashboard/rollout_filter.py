@@ -48,11 +48,7 @@ class Filter:
     same_prompt: Address | None = None
 
     def condition(self) -> tuple[str, list[Any]]:
-        """Return the condition in SQL with its values.
-
-        Raises:
-            ConfigError: the text has no word.
-        """
+        """Return the condition in SQL with its values; raises ConfigError if the text has no word."""
         parts, values = [], []
         for column in ("step", "reward", "length", "version"):
             for bound, sign in ((f"min_{column}", ">="), (f"max_{column}", "<=")):

@@ -94,8 +94,6 @@ class IndexedRollout:
 
 @dataclass(frozen=True)
 class IndexProgress:
-    """Numbers of files and rollouts in the index."""
-
     num_files: int
     num_indexed: int
     num_rollouts: int
@@ -153,11 +151,7 @@ class RolloutIndex:
             return self._progress(db, len(kept_files(self.run_dir)))
 
     def find_rollouts(self, wanted: Filter, *, order: Order = "newest", limit: int = 50, offset: int = 0) -> list[IndexedRollout]:
-        """Return the rollouts that a filter lets pass, in an order.
-
-        Raises:
-            ConfigError: the filter cannot be asked.
-        """
+        """Return the rollouts that a filter lets pass, in an order; raises ConfigError if the filter cannot be asked."""
         condition, values = wanted.condition()
         with self._connection() as db:
             chosen = f"SELECT * FROM samples WHERE {condition} ORDER BY {ORDER_BY[order]} LIMIT ? OFFSET ?"
@@ -171,11 +165,7 @@ class RolloutIndex:
                 for step, rejected, position, place, prompt_id, prompt, *rest in rows]
 
     def num_found(self, wanted: Filter) -> int:
-        """Return how many rollouts a filter lets pass.
-
-        Raises:
-            ConfigError: the filter cannot be asked.
-        """
+        """Return how many rollouts a filter lets pass; raises ConfigError if the filter cannot be asked."""
         condition, values = wanted.condition()
         with self._connection() as db:
             return db.execute(f"SELECT count(*) FROM samples WHERE {condition}", values).fetchone()[0]

@@ -18,7 +18,6 @@ from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.trace import Span, TraceReader, read_trace
 
 TRACE = "trace.json"
-"""Name of the time line."""
 
 _EVALUATION_FOLDER = "-eval"
 """End of the name of each folder of `offbeat eval`; such a folder has a result only once the first model is evaluated."""
@@ -75,13 +74,9 @@ class RunFiles:
 
 
 def read_run(run_dir: Path, *, trace: TraceReader | None = None) -> RunFiles:
-    """Read a run's folder.
+    """Read a run's folder; `trace` reads its time line on from its last read, None reads all of it.
 
-    Args:
-        trace: a reader of the time line, which reads on from its last read; None reads all of it.
-
-    Raises:
-        DataError: there is no such folder, or it contains neither `config.toml` nor `metrics.jsonl`.
+    Raises DataError if there is no such folder, or it contains neither `config.toml` nor `metrics.jsonl`.
     """
     check_run(run_dir)
     config_text = _read_text(run_dir / "config.toml")
@@ -109,7 +104,6 @@ def check_run(run_dir: Path) -> None:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run's."""
     return (folder / "config.toml").is_file() or (folder / "metrics.jsonl").is_file()
 
 
@@ -144,9 +138,7 @@ def _first_and_last_answers(run_dir: Path) -> dict[int, EvaluatedSet]:
 def _answers(path: Path, _mtime_ns: int) -> Mapping[str, EvaluatedSet]:
     """Return the first answers of each set in a file; it is read again when it has changed, as by a run that repeats steps.
 
-    Raises:
-        DataError: it is damaged.
-        KeyError: it has no answers.
+    Raises DataError if it is damaged, KeyError if it has no answers.
     """
     return read_samples(path, most=_MOST_PROMPTS)[""]
 

@@ -64,9 +64,7 @@ def _card(name: str, group: KeptGroup, t: KeptTrajectory) -> str:
 def answer_card(title: str, facts: str = "", *, prompt: str, played: str, answer: str) -> str:
     """Draw a prompt, what was played from it, and the right answer, if there is one.
 
-    Args:
-        facts: remark beside the title, such as "reward 1 · 7 tokens".
-        played: HTML of one or more `played_html`, with headings between them.
+    `facts` are a remark beside the title, such as "reward 1 · 7 tokens"; `played` is one or more `played_html`, with headings between them.
     """
     beside = f" <small>{escape(facts)}</small>" if facts else ""
     expected = f'<div class="expected">answer: {escape(cut(answer, _MOST_PROMPT))}</div>' if answer else ""

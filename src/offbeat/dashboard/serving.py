@@ -13,7 +13,6 @@ from offbeat.listening import GuestServer, num_free_files, server_config, url_of
 from offbeat.types import Hook
 
 PORT = 8765
-"""Default port of the page."""
 _MAX_CONNECTIONS = 1024
 _KEEP_ALIVE_S = 5
 

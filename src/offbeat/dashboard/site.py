@@ -47,11 +47,7 @@ T = TypeVar("T", int, float)
 
 
 def make_site(library: RunLibrary, *, key: str) -> Starlette:
-    """Create the application.
-
-    Args:
-        key: key that every request must have; empty if only this machine can reach the server.
-    """
+    """Create the application; `key` has to come with every request, and is empty if only this machine can reach the server."""
     page = (_FOLDER / "watch.html").read_text(encoding="utf-8")
     style = STYLE + (_FOLDER / "watch.css").read_text(encoding="utf-8")
     script = CHARTS_SCRIPT + (_FOLDER / "watch.js").read_text(encoding="utf-8")

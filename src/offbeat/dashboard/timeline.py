@@ -55,8 +55,7 @@ def overlap(spans: Sequence[Span]) -> float | None:
 
 
 def middle_window(spans: Sequence[Span], *, num_steps: int = 5) -> Interval:
-    """Return the interval of `num_steps` steps in the middle of the run, in wall-clock seconds; the whole run if it has no more steps.
-    """
+    """Return the interval of `num_steps` steps in the middle of the run, in wall-clock seconds; of the whole run if it has no more."""
     starts = sorted(s.start_s for s in spans if s.track == "controller" and s.name == "rollout")
     if len(starts) <= num_steps:
         return _extent(spans)

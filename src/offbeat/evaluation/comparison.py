@@ -100,13 +100,9 @@ class SetComparison:
 
 
 def compare(first: Mapping[str, EvaluatedSet], second: Mapping[str, EvaluatedSet], *, num_changes: int = 5) -> list[SetComparison]:
-    """Compare all sets that both evaluations have, by name.
+    """Compare all sets that both evaluations have, by name; of each, `num_changes` changed prompts are reported.
 
-    Args:
-        num_changes: number of changed prompts that are reported for each set.
-
-    Raises:
-        DataError: no set is in both, or the sets of a name have no prompt in common.
+    Raises DataError if no set is in both, or the sets of a name have no prompt in common.
     """
     if not (common := [name for name in first if name in second]):
         sets = ("; the other has ".join(", ".join(each.title for each in own.values()) for own in (first, second)))
@@ -155,13 +151,10 @@ def _are_equal(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 def difference_interval(first: np.ndarray, second: np.ndarray) -> Interval:
-    """Return an interval for the mean difference of pairs, `second - first`.
+    """Return an interval for the mean difference of pairs, `second - first`, [P] float each, a value of each prompt.
 
     Where every value is 0 or 1 it is Wald's with half a pair added to each of the four outcomes, which also holds where few pairs differ,
     or none; otherwise a bootstrap over pairs.
-
-    Args:
-        first, second: [P] float, a value of each prompt.
 
     Source: Agresti and Min 2005, Statistics in Medicine 24; Efron 1979.
     """
@@ -175,13 +168,10 @@ def difference_interval(first: np.ndarray, second: np.ndarray) -> Interval:
 
 
 def sign_flip_test(changes: np.ndarray) -> float:
-    """Return the two-sided p-value of a paired permutation test: how often random signs of the changes give a sum as far from 0.
+    """Return the two-sided p-value of a paired permutation test: how often random signs of [P] changes give a sum as far from 0.
 
     Where all changes are of one size it is exact, and the same as the sign test and McNemar's exact test. So it is for up to 12 changes of
     different sizes; for more, signs are drawn 20,000 times with a fixed seed, and the observed signs count with the drawn ones.
-
-    Args:
-        changes: [P] float, the difference of each pair.
 
     Source: Fisher 1935; McNemar 1947; counting the observed signs: Phipson and Smyth 2010.
     """

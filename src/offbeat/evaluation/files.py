@@ -44,11 +44,7 @@ class _Line:
 
 
 def encode_lines(played: EvaluatedSet, *, model: str = "") -> Iterator[bytes]:
-    """Return one line of JSON for each prompt, without its line break.
-
-    Args:
-        model: name of the model that answered, where a file holds answers of several.
-    """
+    """Return one line of JSON for each prompt, without its line break; a file with answers of several models names the `model`."""
     for index, prompt in enumerate(played.prompts):
         row = prompt.row
         line = {"model": model, "set": played.name, "index": index, "key": prompt.key, "num_samples": played.num_samples,
@@ -70,11 +66,7 @@ def samples_beside(result: Path) -> Path:
 
 
 def write_lines(path: Path, lines: Iterable[bytes]) -> None:
-    """Write lines to a file that is not compressed, replacing an existing one.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Write lines to a file that is not compressed, replacing an existing one; raises StorageError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:

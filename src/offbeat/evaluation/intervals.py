@@ -16,18 +16,11 @@ _MOST_DRAWN = 1 << 20
 
 
 def share_interval(values: np.ndarray, *, num_samples: int) -> Interval:
-    """Return an interval for the mean of shares, such as the share of right answers or an estimate of pass@k.
+    """Return an interval, within 0 and 1, for the mean of [P] shares, such as the share of right answers or an estimate of pass@k.
 
     It is Wilson's score interval with an effective number of prompts: as many as would give the variance that was observed between prompts,
-    if each were simply right or wrong. With one answer to each prompt these are the prompts. Answers to the same prompt can add to it, up
-    to the number of all answers.
-
-    Args:
-        values: [P] float, one share from 0 to 1 for each prompt.
-        num_samples: number of answers to each prompt.
-
-    Returns:
-        Both ends, within 0 and 1.
+    if each were simply right or wrong. With one answer to each prompt these are the prompts. Several answers, `num_samples` to each, can
+    add to it, up to the number of all answers.
 
     Source: Wilson 1927; the effective number as in Korn and Graubard 1998.
     """
@@ -42,8 +35,7 @@ def share_interval(values: np.ndarray, *, num_samples: int) -> Interval:
 def has_fallen(before: float, after: float, *, num_prompts: int) -> bool:
     """Return whether a share of right prompts is lower than before by more than chance explains, with 95 % confidence.
 
-    Args:
-        before, after: shares, each of so many prompts. If they are the same prompts, or several answers to each, it errs on the side of no.
+    If both shares are of the same `num_prompts` prompts, or of several answers to each, it errs on the side of no.
 
     Source: Newcombe 1998, method 10: the interval of a difference from Wilson's intervals of both shares.
     """
@@ -58,13 +50,10 @@ def _wilson(mean: float, count: float) -> Interval:
 
 
 def mean_interval(values: np.ndarray) -> Interval:
-    """Return an interval for the mean of any numbers, such as rewards or differences of two models, by a bootstrap over prompts.
+    """Return an interval for the mean of any [P] numbers, such as rewards or differences of two models, by a bootstrap over prompts.
 
     Prompts are drawn with replacement 2000 times, with a fixed seed; the ends are the 2.5 % and 97.5 % quantiles of the means. It is
     somewhat too narrow below about 30 prompts, and says nothing where all values are equal.
-
-    Args:
-        values: [P] float, one for each prompt.
 
     Source: percentile bootstrap, Efron 1979.
     """

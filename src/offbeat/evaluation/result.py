@@ -14,13 +14,7 @@ from offbeat.evaluation.scores import Evaluation
 
 @dataclass(frozen=True)
 class SetResult:
-    """A model's answers to one set, and their scores.
-
-    Attributes:
-        played: all answers.
-        scores: their scores.
-        wall_s: seconds that answering and scoring took.
-    """
+    """A model's answers to one set, their scores, and the seconds that answering and scoring took."""
 
     played: EvaluatedSet
     scores: Evaluation

@@ -22,12 +22,7 @@ _KEY_LENGTH = 16
 
 @dataclass(frozen=True)
 class EpisodeTurn:
-    """A piece of an episode of several turns: a text that the model wrote, or was given after its prompt.
-
-    Attributes:
-        written: whether the model wrote it.
-        agent: role of the model, where several play.
-    """
+    """A piece of an episode of several turns: a text that the model wrote, or was given after its prompt; `agent` is the model's role."""
 
     text: str
     written: bool
@@ -165,11 +160,7 @@ class EvaluatedSet:
 
 
 def check_answered(played: EvaluatedSet) -> EvaluatedSet:
-    """Return the set if at least one of its prompts could be scored.
-
-    Raises:
-        RolloutError: not a single one could; shows the first reason.
-    """
+    """Return the set; raises RolloutError, with the first reason, if not a single one of its prompts could be scored."""
     if all(prompt.failed for prompt in played.prompts):
         which = f"prompts of the evaluation set {played.name!r}" if played.name else "held-out prompts"
         why = played.prompts[0].why_failed

@@ -13,13 +13,7 @@ from offbeat.service.errors import BadRequestError
 
 @dataclass(frozen=True)
 class BaseModels:
-    """Names of the models on this server.
-
-    Attributes:
-        name: the server's own name for the trained model, such as "Qwen/Qwen3-0.6B".
-        aliases: other names of the trained model.
-        sampled: names of the models that are only sampled.
-    """
+    """The server's own `name` for the trained model, such as "Qwen/Qwen3-0.6B", its `aliases`, and the models that are only `sampled`."""
 
     name: str
     aliases: tuple[str, ...] = ()
@@ -27,11 +21,7 @@ class BaseModels:
 
     @classmethod
     def of(cls, name: str, settings: ServeConfig) -> Self:
-        """Collect the names from a server's settings.
-
-        Raises:
-            ConfigError: two models have the same name.
-        """
+        """Collect the names from a server's settings; raises ConfigError if two models have the same one."""
         models = cls(name, tuple(alias for alias in dict.fromkeys(settings.aliases) if alias != name), tuple(settings.sampling_urls))
         if both := {models.name, *models.aliases}.intersection(models.sampled):
             raise ConfigError(f"serve.sampling_models names {min(both)!r}, which is the trained model; choose another name for one of them")

@@ -32,17 +32,13 @@ from offbeat.types import Clock
 from offbeat.weights.protocol import Manifest
 
 OnRemoved = Callable[[Manifest], None]
-"""Called with the manifest of a checkpoint that was removed."""
+"""Called with the adapter of a checkpoint whose files are about to be deleted."""
 
 _log = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """All checkpoints of all owners.
-
-    Attributes:
-        users: functions that return whether a folder is needed; `release` is called when a need may have ended.
-    """
+    """All checkpoints of all owners; `users` tell whether they need a folder, which is released when a need may have ended."""
 
     def __init__(
         self, rows: Iterable[CheckpointRow], *, store: Store, usage: Usage, folder: Path,
@@ -51,11 +47,7 @@ class Checkpoints:
     ) -> None:
         """Start from the stored rows, and charge their owners for the disk space.
 
-        Args:
-            rows: checkpoints found in the database.
-            folder: parent of all checkpoint folders.
-            on_removed: called with each adapter whose files are about to be deleted.
-            orphan_retention_s: time for which folders that no row names are kept aside; 0 keeps them until someone deletes them.
+        `folder` is the parent of all checkpoint folders. For `orphan_retention_s` see `Orphans`.
         """
         self.users: list[Callable[[str], bool]] = []
         self._rows = CheckpointRows(rows)
@@ -92,7 +84,6 @@ class Checkpoints:
             await self.release_folder(folder)
 
     def path(self, folder: str) -> Path:
-        """Return the path of a folder."""
         return self._root / folder
 
     async def seal(self, folder: str, *, adapter: Manifest | None = None) -> int:
@@ -104,11 +95,7 @@ class Checkpoints:
         await asyncio.to_thread(verify, self.path(folder))
 
     async def adapter(self, folder: str) -> Manifest:
-        """Verify a folder's files and return its adapter.
-
-        Raises:
-            CheckpointError: files are damaged or missing, or engines cannot load the checkpoint.
-        """
+        """Verify a folder's files and return its adapter; raises CheckpointError if files are damaged, or engines cannot load it."""
         manifest = await asyncio.to_thread(verify, self.path(folder))
         if manifest.adapter is None:
             raise CheckpointError(f"the checkpoint folder {folder} holds no adapter for engines")
@@ -145,11 +132,7 @@ class Checkpoints:
     # -- checkpoints -------------------------------------------------------------------------------------------------------------------
 
     async def add(self, row: CheckpointRow, *, overwrite: bool) -> None:
-        """Make a sealed folder visible to clients as a checkpoint.
-
-        Raises:
-            RequestError: the name is taken, or the checkpoint would exceed its owner's disk limit.
-        """
+        """Make a sealed folder visible to clients; raises RequestError if its name is taken, or its owner's disk limit exceeded."""
         path = _path(row)
         async with self._changing:
             if not overwrite:
@@ -194,7 +177,6 @@ class Checkpoints:
 
     @property
     def owners(self) -> set[str]:
-        """Names of the owners who have checkpoints."""
         return self._rows.owners
 
     def count_of(self, owner: str) -> int:
@@ -217,7 +199,6 @@ class Checkpoints:
 
     @property
     def run_ids(self) -> Set[str]:
-        """IDs of the runs that have checkpoints."""
         return {path.run_id for path in self._rows}
 
     async def set_public(self, row: CheckpointRow, *, public: bool) -> None:
@@ -249,11 +230,7 @@ class Checkpoints:
         return None if ttl_s is None else self._clock() + ttl_s
 
     async def delete(self, row: CheckpointRow) -> None:
-        """Delete a checkpoint if it still exists; its files are deleted after their last use.
-
-        Raises:
-            StorageError: the database failed, and the checkpoint is unchanged.
-        """
+        """Delete a checkpoint if it exists, its files after their last use; raises StorageError, and it stays, if the database fails."""
         path = _path(row)
         async with self._changing:
             now = self._rows.get(path)

@@ -100,7 +100,6 @@ def cost_of_pass(data: TrainingData, sizes: np.ndarray, *, pass_tokens: int) -> 
 
 
 def cost_of_step() -> Cost:
-    """Return the cost of an optimizer step."""
     return Cost(STEP_TOKENS, REQUEST_BYTES, answer_bytes=ANSWER_ROW_BYTES)
 
 
@@ -114,7 +113,6 @@ class SampleCost:
     """Cost of one sampling request, and the size of its parts.
 
     Attributes:
-        whole: cost of the whole request.
         together: number of samples in each part; the last part has the remainder, e.g. 8 samples by 3 are parts of 3, 3 and 2.
         sample_bytes: memory of one sample while an engine answers it.
     """

@@ -36,11 +36,7 @@ def read_recipient(text: str) -> Any:
 
 
 def encrypt_files(folder: Path, recipients: Sequence[str]) -> None:
-    """Replace each file of a folder by an encrypted one, whose name ends in `SUFFIX`. Each recipient can decrypt all of them.
-
-    Raises:
-        StorageError: a file cannot be read or written.
-    """
+    """Replace each file of a folder by one encrypted for all recipients, whose name ends in `SUFFIX`; raises StorageError if that fails."""
     pyrage, readers = _pyrage(), [read_recipient(text) for text in recipients]
     try:
         for file in sorted(folder.iterdir()):

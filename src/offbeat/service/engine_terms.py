@@ -29,7 +29,6 @@ def draws_of(request: SampleRequest) -> Draws | None:
 
 
 def sampled(request: SampleRequest, sequences: list[SampledSequence], score: PromptScore | None) -> Sampled:
-    """Assemble the answer to a request."""
     length, last_n = len(request.prompt), request.prompt_logprobs_last_n
     score = score or PromptScore((np.nan,), 0)
     unscored = 0 if last_n is None else max(length - last_n, 0)

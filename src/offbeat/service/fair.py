@@ -41,18 +41,10 @@ class FairQueue(Generic[T]):
 
     @property
     def owners(self) -> Collection[str]:
-        """Owners that have waiting items."""
         return self._queues.keys()
 
     def pop(self, may: May[T] = lambda _owner, _item: True) -> T:
-        """Remove and return the next item.
-
-        Args:
-            may: whether an owner's first item can be served now. If not, other owners go first, and this owner catches up later.
-
-        Raises:
-            LookupError: no waiting item may be served.
-        """
+        """Remove and return the next item that `may` be served; owners passed over catch up later. Raises LookupError if there is none."""
         ranking = sorted(self._queues, key=lambda name: self._times[name])
         owner = next((name for name in ranking if may(name, self._queues[name][0][1])), None)
         if owner is None:

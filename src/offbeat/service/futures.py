@@ -45,11 +45,7 @@ class Future:
     def __init__(
         self, request_id: str, *, owner: str, kind: str, created: float, answer: asyncio.Future[Payload] | None, kept: bool = True,
     ) -> None:
-        """Create a future.
-
-        Args:
-            answer: None if the answer is on disk.
-        """
+        """`answer` is None if the answer is on disk."""
         self.request_id = request_id
         self.owner = owner
         self.kind = kind
@@ -62,7 +58,6 @@ class Future:
 
     @property
     def done(self) -> bool:
-        """Whether the request has ended."""
         return self._answer is None or self._answer.done()
 
     def claim_end(self) -> bool:
@@ -100,10 +95,8 @@ class Futures:
         """Read the IDs of requests that have ended before. Answers count towards their owners' disk use until they are swept.
 
         Args:
-            encode: turns an outcome into its answer; called on the store's thread.
-            owner_of: returns the owner of a session, or None if there is no such session.
+            encode: called on the store's thread.
             retention_s: time for which an answer is kept after its request ended; it is also kept for ten minutes after each fetch.
-            clock: returns seconds since the epoch.
 
         Raises:
             StorageError: the database cannot be read.
@@ -129,9 +122,6 @@ class Futures:
     def open(self, request_id: str, *, owner: str, kind: str, kept: bool = True) -> tuple[Future, bool]:
         """Return the future of a request, and whether it is new, in which case the caller must carry it out.
 
-        Args:
-            kept: see `Future`.
-
         Raises:
             UnknownError: the ID belongs to another owner's request.
             StorageError: the database cannot be read.
@@ -146,11 +136,7 @@ class Futures:
         return future, True
 
     def find(self, request_id: str, owner: str) -> Future | None:
-        """Return an owner's request, or None if it does not exist or has been forgotten.
-
-        Raises:
-            StorageError: the database cannot be read.
-        """
+        """Return an owner's request, or None if it is unknown or forgotten; raises StorageError if the database cannot be read."""
         found = self._look(request_id)
         return found if found is not None and found.owner == owner else None
 
@@ -181,11 +167,7 @@ class Futures:
         return answer
 
     async def sweep(self) -> None:
-        """Forget the answers whose retention has passed, and delete the files that are no longer needed.
-
-        Raises:
-            StorageError: the database cannot be read or written.
-        """
+        """Forget the answers whose retention has passed, and delete files no longer needed; raises StorageError if the database fails."""
         now = self._clock()
         self._fetched = {request_id: fetched for request_id, fetched in self._fetched.items() if fetched >= now - _KEPT_AFTER_FETCH_S}
         active = self._results.active  # answers stored from here on are in this file or a later one

@@ -63,11 +63,7 @@ def agree(known: Known, data_dir: Path) -> str:
 
 
 def keep(data_dir: Path, identity: str) -> None:
-    """Write the identity into the folder durably.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Write the identity into the folder durably; raises StorageError if it cannot be written."""
     try:
         if not (data_dir / _FILE).exists():
             write_file(data_dir / _FILE, f"{identity}\n".encode())

@@ -24,7 +24,6 @@ _SEGMENT_OF = {kind: segment for segment, kind in _SEGMENTS.items()}
 
 
 def new_session_id() -> str:
-    """Return a random session ID that cannot be guessed."""
     return str(uuid.uuid4())
 
 
@@ -44,32 +43,22 @@ def create_request(model_id: str) -> str:
 
 
 def training_request(model_id: str, seq: int) -> str:
-    """Return the ID of a request to a model."""
     return f"{model_id}:{seq}"
 
 
 def sample_request(sampler_id: str, seq: int) -> str:
-    """Return the ID of a request to a sampler."""
     return f"{sampler_id}:{seq}"
 
 
 def session_of(some_id: str) -> str:
-    """Return the session that a session, model, sampler or request ID belongs to.
-
-    Raises:
-        BadRequestError: the text is not such an ID.
-    """
+    """Return the session that a session, model, sampler or request ID belongs to; raises BadRequestError if the text is not such an ID."""
     if (match := _ANY_ID.fullmatch(some_id)) is None:
         raise BadRequestError(f"{some_id[:100]!r} is not an id that this server gives out; use one from its answers")
     return match[1]
 
 
 def check_name(name: str) -> str:
-    """Return the name of a checkpoint unchanged if it is valid.
-
-    Raises:
-        BadRequestError: the name is invalid.
-    """
+    """Return the name of a checkpoint unchanged if it is valid; raises BadRequestError if the name is invalid."""
     if _NAME.fullmatch(name) is None:
         raise BadRequestError(
             f"the checkpoint name {name[:250]!r} cannot be used; take 1 to 200 of A-Z a-z 0-9 . _ - and begin with a letter or digit")
@@ -89,11 +78,7 @@ class CheckpointPath:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse a path.
-
-        Raises:
-            BadRequestError: the text is not a checkpoint's path.
-        """
+        """Parse a path; raises BadRequestError if the text is not a checkpoint's path."""
         parts = text.removeprefix(SCHEME).split("/")
         if not text.startswith(SCHEME) or len(parts) != 3 or parts[1] not in _SEGMENTS or _MODEL_ID.fullmatch(parts[0]) is None:
             raise BadRequestError(f"{text[:300]!r} is not the path of a checkpoint; one is {SCHEME}<run>/<{'|'.join(_SEGMENTS)}>/<name>")

@@ -25,7 +25,6 @@ class Incidents:
 
     @property
     def counts(self) -> IncidentCounts:
-        """Counts of incidents since the start."""
         return IncidentCounts(**self._counts)
 
     def hear(self, kind: str, fields: dict[str, Any]) -> None:

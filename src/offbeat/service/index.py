@@ -55,16 +55,13 @@ class CheckpointRows(MutableMapping[CheckpointPath, CheckpointRow]):
         return set(self._of_owner)
 
     def count_of(self, owner: str) -> int:
-        """Return the number of an owner's checkpoints."""
         return len(self._of_owner.get(owner, {}))
 
     @property
     def public(self) -> Iterable[CheckpointRow]:
-        """Rows of public checkpoints."""
         return self._public.values()
 
     def has_folder(self, folder: str) -> bool:
-        """Whether a checkpoint uses this folder."""
         return folder in self._folders
 
     def of(self, *, owner: str | None = None, run_id: str | None = None) -> Iterable[CheckpointRow]:

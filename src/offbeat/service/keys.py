@@ -59,11 +59,7 @@ class Keys:
 
     @classmethod
     def load(cls, path: Path, *, default: Limits = _DEFAULT) -> Self:
-        """Read a file of owners: tables `[owners.NAME]` with `key = "tml-..."`, and fields of `Limits` that differ from the default.
-
-        Raises:
-            ConfigError: the file cannot be read, or its contents are invalid.
-        """
+        """Read a file of owners, tables `[owners.NAME]` of a `key` and fields of `Limits`; raises ConfigError if it cannot be used."""
         try:
             entries = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), _File).owners
         except OSError as exc:
@@ -88,11 +84,7 @@ class Keys:
         return self._owners is None
 
     def caller(self, api_key: str) -> Caller:
-        """Return the caller of a key such as "tml-...".
-
-        Raises:
-            UnknownKeyError: no owner has the key.
-        """
+        """Return the caller of a key such as "tml-..."; raises UnknownKeyError if no owner has the key."""
         digest = _digest(api_key)
         if not api_key.startswith(_PREFIX):
             raise UnknownKeyError(f"the API key does not begin with {_PREFIX}; set TINKER_API_KEY to the one you were given")
@@ -102,7 +94,6 @@ class Keys:
         return Caller(owner)
 
     def limits_of(self, owner: str) -> Limits:
-        """Return the limits of an owner."""
         return self._limits.get(owner, self._default)
 
 

@@ -50,13 +50,8 @@ class Library:
     ) -> tuple[list[CheckpointInfo], int]:
         """Return a page of the caller's checkpoints, of one run or of all, newest first, and their total number.
 
-        Of another owner's run, only the public ones are listed.
-
-        Args:
-            exports: whether the client knows exports; if not, they are left out.
-
-        Raises:
-            UnknownError: there is no such run.
+        Of another owner's run, only the public ones are listed; without `exports`, for clients that do not know them, exports are left out.
+        Raises UnknownError if there is no such run.
         """
         rows = self._checkpoints.select(owner=caller.owner if run_id is None else None, run_id=run_id)
         rows = [row for row in rows if row.public or row.owner == caller.owner]
@@ -66,15 +61,12 @@ class Library:
         return [_info(row) for row in _page(rows, limit, offset)], len(rows)
 
     async def delete_checkpoint(self, caller: Caller, path: str) -> None:
-        """Delete a checkpoint."""
         await self._checkpoints.delete(self._owned(caller, path))
 
     async def set_public(self, caller: Caller, path: str, *, public: bool) -> None:
-        """Make a checkpoint public, or private again."""
         await self._checkpoints.set_public(self._owned(caller, path), public=public)
 
     async def set_ttl(self, caller: Caller, path: str, ttl_s: float | None) -> None:
-        """Let a checkpoint expire `ttl_s` seconds from now, or never for None."""
         await self._checkpoints.set_ttl(self._owned(caller, path), ttl_s)
 
     def weights_info(self, caller: Caller, path: str) -> tuple[str, LoraSpec]:

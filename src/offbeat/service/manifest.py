@@ -19,8 +19,6 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class File:
-    """A file's checksum and size."""
-
     sha256: str
     size_bytes: int
 
@@ -42,11 +40,7 @@ def _described(path: Path) -> File:
 
 
 def seal(folder: Path, adapter: Manifest | None) -> int:
-    """Write the manifest of a folder and sync everything in it, from any process. Returns the size of its files in bytes.
-
-    Raises:
-        CheckpointError: the folder cannot be read or written.
-    """
+    """Write a folder's manifest and sync all files, from any process; returns their size in bytes. Raises CheckpointError if that fails."""
     try:
         files = {path.name: _described(path) for path in sorted(folder.iterdir()) if path.is_file()}
         (folder / MANIFEST).write_bytes(msgspec.json.encode({"files": files, "adapter": adapter and _encode(adapter)}))

@@ -30,7 +30,6 @@ class Loss:
     """A loss of training that the client must hear of before the model continues.
 
     Attributes:
-        message: text for the client.
         told_by: failed requests whose outcome tells the client when it is fetched.
         heard_at: number of the first request sent after the client heard; None until then.
     """
@@ -109,22 +108,13 @@ class Model:
 
 
 class Models:
-    """All models of all owners.
-
-    Attributes:
-        max_resident: number of models that the trainers hold at once, and so the most that one turn may need.
-    """
+    """All models of all owners; `max_resident` is the number that the trainers hold at once, and so the most that one turn may need."""
 
     def __init__(
         self, rows: Iterable[ModelRow], *, adapters: Adapters, store: Store, usage: Usage, checkpoints: Checkpoints,
         max_resident: int = sys.maxsize,
     ) -> None:
-        """Start from the stored rows.
-
-        Args:
-            rows: models found in the database.
-            max_resident: number of models that the trainers hold at once.
-        """
+        """Start from the stored rows."""
         self.max_resident = max_resident
         self._num_uses = 0
         self._models = {row.id: Model(row, counted=False) for row in rows}
@@ -149,11 +139,9 @@ class Models:
         return self._models.get(model_id)
 
     def admit(self, row: ModelRow) -> Model:
-        """Create a model in memory only; `store` it or `dismiss` it afterwards.
+        """Create a model in memory only, to be stored or dismissed afterwards.
 
-        Raises:
-            RequestError: its owner may have no more models.
-            ModelError: such an adapter cannot be trained here.
+        Raises RequestError if its owner may have no more models, ModelError if such an adapter cannot be trained here.
         """
         _check_lora(row.lora, self._adapters.limits.max_rank)
         self._usage.charge(row.owner, models=1)
@@ -194,12 +182,7 @@ class Models:
     # -- residency ---------------------------------------------------------------------------------------------------------------------
 
     async def enter(self, model: Model) -> None:
-        """Make sure that the trainers hold a model.
-
-        Raises:
-            StorageError: its saved state is damaged or missing.
-            OffbeatError: the trainers failed.
-        """
+        """Make the trainers hold a model; raises StorageError if its saved state is damaged or gone, OffbeatError if the trainers fail."""
         if model.resident:
             return
         folder = model.row.state_folder

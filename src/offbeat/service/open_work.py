@@ -23,11 +23,7 @@ _NUM_FAILURES = 50
 
 
 class OpenWork:
-    """Requests under way, and their remaining work beside the trainers.
-
-    Attributes:
-        failures: latest failed requests.
-    """
+    """Requests under way, and their remaining work beside the trainers; `failures` are the latest failed ones."""
 
     def __init__(self, *, futures: Futures, usage: Usage, models: Models) -> None:
         self.failures: deque[FailedRequest] = deque(maxlen=_NUM_FAILURES)
@@ -61,7 +57,6 @@ class OpenWork:
 
     @property
     def models(self) -> set[Model]:
-        """Models that have requests under way."""
         return {work.model for work in self._open}
 
     def standing(self) -> QueueStatus:
@@ -108,7 +103,6 @@ class OpenWork:
     # -- tails -------------------------------------------------------------------------------------------------------------------------
 
     def spawn(self, tail: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Begin a tail."""
         task = asyncio.create_task(tail)
         self._tails.add(task)
         task.add_done_callback(self._tails.discard)
@@ -120,6 +114,5 @@ class OpenWork:
             await asyncio.wait(tuple(self._tails))
 
     def cancel(self) -> None:
-        """Cancel all tails."""
         for tail in self._tails:
             tail.cancel()

@@ -18,19 +18,14 @@ class _Held(NamedTuple, Generic[T]):
 
 
 class Numbers:
-    """Numbers that are used up, each by an outcome of any kind. A number that is still missing is unused, although later ones are used.
-
-    Attributes:
-        last: highest number that is used up.
-    """
+    """Numbers that are used up, each by an outcome of any kind. A number that is still missing is unused, although later ones are used."""
 
     def __init__(self, last: int) -> None:
-        """All numbers up to `last` count as used."""
+        """All numbers up to `last`, the highest one that is used up, count as used."""
         self.last = last
         self._missing: set[int] = set()
 
     def use(self, number: int) -> None:
-        """Mark a number as used up."""
         # A client may skip any range of numbers at no cost to the server; numbers left out long ago count as used.
         self._missing.update(range(max(self.last + 1, number - _MISSING), number))
         self._missing.discard(number)
@@ -46,12 +41,7 @@ class Sequencer(Generic[T]):
     """Takes numbered items in any order and returns them in order; e.g. 2, 3, 1 give [], [], [1, 2, 3]."""
 
     def __init__(self, patience_s: float, next_seq: int = 1) -> None:
-        """Create an empty sequencer.
-
-        Args:
-            patience_s: longest time for which an item is held back for missing ones before it.
-            next_seq: number of the first item.
-        """
+        """`patience_s` is the longest time for which an item is held back for missing ones; `next_seq` is the number of the first item."""
         self._patience_s = patience_s
         self._next = next_seq
         self._held: dict[int, _Held[T]] = {}

@@ -29,7 +29,6 @@ class Orphans:
         self._clock = clock
 
     def names(self) -> set[str]:
-        """Return the names of all folders set aside."""
         return {path.name for path in self._folder.glob("*/*")}
 
     def put_aside(self, names: Collection[str]) -> None:

@@ -33,14 +33,11 @@ class Results:
     """A folder of record files with one writer and any number of readers."""
 
     def __init__(self, folder: Path, *, after: int = 0, segment_bytes: int = 64 * 2**20) -> None:
-        """Open or create the folder, and begin a file.
+        """Open or create the folder, and begin a file; raises StorageError if it cannot be written.
 
         Args:
             after: last file number in the database; the file itself may be lost.
             segment_bytes: a file larger than this is followed by another.
-
-        Raises:
-            StorageError: the folder cannot be written.
         """
         self._folder = folder
         self._segment_bytes = segment_bytes
@@ -56,11 +53,7 @@ class Results:
         return self._active
 
     def append(self, data: bytes) -> Location:
-        """Append a record.
-
-        Raises:
-            StorageError: the disk is full or fails; everything written before is intact.
-        """
+        """Append a record; raises StorageError, with everything before it intact, if the disk is full or fails."""
         try:
             if self._end > self._segment_bytes:
                 full = self._fd
@@ -78,11 +71,7 @@ class Results:
         return location
 
     def read(self, location: Location) -> bytes:
-        """Return the data of a record.
-
-        Raises:
-            StorageError: the record is missing, or its checksum is wrong.
-        """
+        """Return the data of a record; raises StorageError if the record is missing, or its checksum is wrong."""
         path = self._path(location.segment)
         try:
             with path.open("rb") as file:

@@ -67,7 +67,6 @@ class Samplers:
         """Start from the stored rows.
 
         Args:
-            rows: samplers found in the database.
             timeout_s: a snapshot ends after this long without use, unless it is the newest of its model and its session is not silent.
             retention_s: any sampler of a silent session ends after this long without use.
         """
@@ -173,11 +172,7 @@ class Samplers:
         return row.id
 
     def find(self, caller: Caller, sampler: str) -> SamplerRow:
-        """Return a sampler of the caller.
-
-        Raises:
-            UnknownError: there is no such sampler.
-        """
+        """Return a sampler of the caller; raises UnknownError if there is no such sampler."""
         row = self._rows.get(sampler)
         if row is None or row.owner != caller.owner:
             raise self._unknown(sampler)
@@ -196,15 +191,12 @@ class Samplers:
 
     @property
     def session_ids(self) -> Collection[str]:
-        """IDs of the sessions that have samplers."""
         return {row.session_id for row in self._rows.values()}
 
     def count_by_owner(self) -> Mapping[str, int]:
-        """Return the number of each owner's samplers."""
         return Counter(row.owner for row in self._rows.values())
 
     def ids_of(self, session_id: str) -> Collection[str]:
-        """Return the IDs of a session's samplers."""
         return [row.id for row in self._rows.values() if row.session_id == session_id]
 
     # -- weights -----------------------------------------------------------------------------------------------------------------------

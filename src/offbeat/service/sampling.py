@@ -86,7 +86,7 @@ class SamplingJob:
 
     sequences: samples so far, by number.
     score: score of the prompt, once known.
-    left: number of parts that have not ended.
+    left: parts that have not ended.
     failed: outcome of the first part that failed.
     context: context of the client's call, so that log lines carry the call's ID.
     running: timeouts of its running parts, by which they can be ended early.
@@ -105,7 +105,6 @@ class SamplingJob:
     running: set[asyncio.Timeout] = field(default_factory=set)
 
     def parts(self) -> "list[SamplingPart]":
-        """Split the request into parts."""
         num, together = self.request.num_samples, self.cost.together
         return [SamplingPart(self, first, min(together, num - first)) for first in range(0, num, together)]
 
@@ -128,7 +127,6 @@ class SamplingService:
     """Accepts sampling requests and carries them out.
 
     Attributes:
-        samplers: the samplers that may be sampled.
         failures: latest failed requests, newest first.
         speeds: generated tokens per second, by model, or by base model for its own samples.
     """

@@ -33,7 +33,6 @@ class RestOfWrite:
     """The second part of a write.
 
     Attributes:
-        finish: completes the write and returns its outcome.
         stack: exit stack to close afterwards, or if `finish` is never called.
         keeps_state: whether it makes the folder the model's saved state.
     """
@@ -58,12 +57,7 @@ class Saving:
         self._samplers = samplers
 
     async def write(self, model: Model, request: Save | SaveSampler | Export) -> RestOfWrite:
-        """Have the trainers write a folder.
-
-        Raises:
-            RequestError: the name is taken.
-            StorageError: the folder cannot be written.
-        """
+        """Have the trainers write a folder; raises RequestError if the name is taken and StorageError if the folder cannot be written."""
         if isinstance(request, Save) and not request.overwrite:
             self._checkpoints.check_free(CheckpointPath(model.id, "training", request.name))
         stack = AsyncExitStack()
@@ -130,12 +124,7 @@ class Saving:
         return str(CheckpointPath(model.id, kind, request.name))
 
     async def load(self, model: Model, request: Load) -> Outcome:
-        """Continue a model from a checkpoint.
-
-        Raises:
-            RequestError: the owner may read no such checkpoint, or it does not fit the model.
-            StorageError: the checkpoint is damaged.
-        """
+        """Continue a model from a checkpoint; raises RequestError if there is none for the owner that fits, StorageError if damaged."""
         try:
             row = self._loadable(model, request.path)
             async with self._checkpoints.holding(row.folder):

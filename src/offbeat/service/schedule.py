@@ -75,7 +75,6 @@ class JobPart(Generic[T]):
 
     @property
     def is_last(self) -> bool:
-        """Whether the job ends with this part."""
         return self.end == len(self.job.sizes)
 
 
@@ -91,12 +90,7 @@ class Schedule(Generic[T]):
     """Queues of jobs by model, and the owners' shares. Each turn must be done before the next is requested."""
 
     def __init__(self, *, max_tokens: int, max_models: int = sys.maxsize) -> None:
-        """Create an empty schedule.
-
-        Args:
-            max_tokens: budget of a turn; a single sequence may exceed it, and steps do not count.
-            max_models: largest number of models in one turn.
-        """
+        """`max_tokens` is the budget of a turn, which a single sequence may exceed and steps do not fill; `max_models` bounds it too."""
         self._max_tokens = max_tokens
         self._max_models = max_models
         self._queues: dict[str, deque[Job[T]]] = {}  # only models with jobs; the models served last are at the end
@@ -111,7 +105,6 @@ class Schedule(Generic[T]):
         return (job for queue in self._queues.values() for job in queue)
 
     def add(self, job: Job[T]) -> None:
-        """Append a job to its model's queue."""
         self._queues.setdefault(job.model, deque()).append(job)
 
     def drop(self, job: Job[T]) -> None:

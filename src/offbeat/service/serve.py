@@ -109,11 +109,7 @@ def max_connections(config: Config) -> int:
 
 
 def check_address(config: Config) -> None:
-    """Refuse to serve everybody from everywhere.
-
-    Raises:
-        ConfigError: other machines can reach the address, and there are no keys.
-    """
+    """Refuse to serve everybody from everywhere; raises ConfigError if other machines can reach the address, and there are no keys."""
     if not config.serve.keys and not is_loopback(config.serve.host):
         raise ConfigError(
             f"serve.host = {config.serve.host!r} can be reached by other machines, so serve.keys must name a file of API keys; write one"
@@ -121,11 +117,7 @@ def check_address(config: Config) -> None:
 
 
 def check_proxies(config: Config) -> None:
-    """Refuse proxies that are neither addresses nor networks.
-
-    Raises:
-        ConfigError: an entry of serve.trusted_proxies is invalid.
-    """
+    """Raise ConfigError if an entry of serve.trusted_proxies is neither an address nor a network."""
     try:
         trusted_networks(config)
     except ValueError as exc:
@@ -159,11 +151,7 @@ def names_of(config: Config) -> HostNames:
 
 
 def read_keys(config: Config) -> Keys:
-    """Return the accepted keys, with each owner's limits.
-
-    Raises:
-        ConfigError: the file of keys cannot be used.
-    """
+    """Return the accepted keys, with each owner's limits; raises ConfigError if the file of keys cannot be used."""
     given = config.serve
     limits = Limits(
         given.max_models, given.max_queued_tokens, given.max_disk_bytes, given.max_queued_bytes, given.max_sessions, given.max_samplers)
@@ -183,11 +171,7 @@ def tokenizer_id(config: Config, base: Base) -> str:
 
 
 def served_models(config: Config, limits: BaseLimits, others: Mapping[str, SamplingModel], *, tokenizer: str) -> Served:
-    """Return the offered models, and the limits of requests to them.
-
-    Args:
-        others: models that are only sampled, by name.
-    """
+    """Return the offered models, and the limits of requests to them; `others`, by name, are only sampled."""
     base_models = BaseModels.of(base_model_name(config), config.serve)
     return Served(
         base_models.name, tokenizer, config.model.lora.alpha, WireLimits(vocab_size=limits.vocab_size, context=limits.context),
@@ -240,8 +224,7 @@ async def open_core(
 ) -> AsyncIterator[Core]:
     """Run the service on running ranks and engines. When the body ends, no new work begins, and every model is saved.
 
-    Args:
-        others: models that are only sampled, by name.
+    `others`, by name, are models that are only sampled.
     """
     folder, settings, limits = Path(config.serve.data_dir), config.serve, adapters.limits
     base_models = BaseModels.of(base_model_name(config), settings)
@@ -286,8 +269,6 @@ async def _sweep(futures: Futures, samplers: Samplers) -> None:
 
 
 class _Run:
-    """One run of the server."""
-
     def __init__(self, config: Config, base: Base, keys: Keys, store: Store, say: Say) -> None:
         self._config = config
         self._base = base

@@ -79,23 +79,13 @@ class ServiceSettings:
 
 
 class ServiceCore:
-    """The core of the service.
-
-    Attributes:
-        sessions, checkpoints, samplers: parts that others share.
-        library: runs and checkpoints, for REST.
-    """
+    """The core of the service; its `library` has runs and checkpoints for REST."""
 
     def __init__(
         self, adapters: Adapters, base_models: BaseModels, store: Store, futures: Futures, *, folder: Path, settings: ServiceSettings,
         others: Iterable[SamplingModel] = (),
     ) -> None:
-        """Assemble the core from the rows of the store.
-
-        Args:
-            others: models that are only sampled.
-            folder: the data folder.
-        """
+        """Assemble the core from the rows of the store; `folder` is the data folder, and `others` are models that are only sampled."""
         rows, usage = store.load(), futures.usage
         self.sessions = Sessions(
             rows.sessions, store=store, usage=usage, timeout_s=settings.session_timeout_s, retention_s=settings.session_retention_s)
@@ -165,7 +155,6 @@ class ServiceCore:
     # -- sessions ----------------------------------------------------------------------------------------------------------------------
 
     async def create_session(self, caller: Caller, *, metadata: Mapping[str, str], tags: tuple[str, ...], display_name: str) -> str:
-        """Begin a session and return its ID."""
         return await self.sessions.create(caller, metadata=metadata, tags=tags, display_name=display_name)
 
     async def heartbeat(self, caller: Caller, session_id: str) -> None:
@@ -186,7 +175,6 @@ class ServiceCore:
         return [row.id for row in self.sessions.of(caller)[offset : offset + limit]]
 
     def session_info(self, caller: Caller, session_id: str) -> SessionInfo:
-        """Return a session of the caller."""
         row = self.sessions.find(caller, session_id)
         runs = tuple(model.id for model in self._models if model.row.session_id == session_id)
         return SessionInfo(session_id, runs, tuple(self.samplers.ids_of(session_id)), row.metadata, row.display_name)
@@ -252,7 +240,6 @@ class ServiceCore:
             lora=lora, metadata=metadata))
 
     def model_info(self, caller: Caller, model_id: str) -> ModelInfo:
-        """Return a model of the caller."""
         return self._models.find(caller, model_id).info
 
     # -- training ----------------------------------------------------------------------------------------------------------------------
@@ -264,7 +251,6 @@ class ServiceCore:
         return self._submit(caller, model_id, seq_id, Pass(data, learn=not forward_only), kind=kind)
 
     async def optim_step(self, caller: Caller, *, model_id: str, seq_id: int, params: AdamParams) -> str:
-        """Step the optimizer with the accumulated gradients."""
         return self._submit(caller, model_id, seq_id, OptimizerStep(params), kind="optim_step")
 
     async def save_weights(
@@ -276,11 +262,7 @@ class ServiceCore:
         return self._submit(caller, model_id, seq_id, request, kind="save_weights")
 
     async def load_weights(self, caller: Caller, *, model_id: str, seq_id: int, path: str, optimizer: bool) -> str:
-        """Begin with the state of a checkpoint.
-
-        Raises:
-            RequestError: it is not the model's first request.
-        """
+        """Begin with the state of a checkpoint; raises RequestError if it is not the model's first request."""
         where = CheckpointPath.parse(path)
         self._models.find(caller, model_id)
         if seq_id > 1:

@@ -24,8 +24,7 @@ _SWEPT_AT_ONCE = 1000
 class Sessions:
     """All sessions of all owners. A session becomes silent after a while without a heartbeat, and ends only when its client says so.
 
-    Attributes:
-        users: functions that return the sessions to which something belongs.
+    `users` return the sessions to which something belongs.
     """
 
     def __init__(
@@ -35,7 +34,6 @@ class Sessions:
         """Start from the stored rows.
 
         Args:
-            rows: sessions found in the database.
             timeout_s: a session is silent after this long; stored sessions get this long from now.
             retention_s: a session to which nothing belongs is forgotten after this long without a heartbeat, not counting time in which no
                 server ran.
@@ -54,11 +52,7 @@ class Sessions:
             usage.add(row.owner, sessions=1)
 
     async def create(self, caller: Caller, *, metadata: Mapping[str, str], tags: tuple[str, ...], display_name: str) -> str:
-        """Begin a session and return its ID.
-
-        Raises:
-            RequestError: the owner may have no more sessions, and each existing one is active or has something that belongs to it.
-        """
+        """Begin a session and return its ID; raises RequestError if the owner has too many that are active or own something."""
         if self._usage.is_full(caller.owner, sessions=1):
             await self._forget([
                 row for row in self._rows.values() if row.owner == caller.owner and (row.ended is not None or self.is_silent(row.id))])
@@ -78,12 +72,7 @@ class Sessions:
         return row
 
     def check(self, caller: Caller, session_id: str) -> SessionRow:
-        """Return an active session of the caller, and count this as a heartbeat.
-
-        Raises:
-            UnknownError: there is no such session.
-            BadRequestError: the session has ended.
-        """
+        """Return an active session of the caller, with a heartbeat; raises UnknownError if there is none, BadRequestError if it ended."""
         row = self.find(caller, session_id)
         if row.ended is not None:
             raise BadRequestError(f"the session {session_id} has ended; create another one")
@@ -113,12 +102,7 @@ class Sessions:
         return sorted((row for row in self._rows.values() if row.owner == caller.owner), key=lambda row: -row.created)
 
     async def heartbeat(self, caller: Caller, session_id: str) -> None:
-        """Record a heartbeat.
-
-        Raises:
-            UnknownError: there is no such session.
-            LostError: the session has ended.
-        """
+        """Record a heartbeat; raises UnknownError if there is no such session and LostError if the session has ended."""
         row, now = self.find(caller, session_id), self._clock()
         if row.ended is not None:
             raise LostError(f"the session {session_id} has ended; create another one")

@@ -25,12 +25,7 @@ class Told:
         self._next_s = 0.0
 
     def line(self, text: str, seconds: float) -> str:
-        """Return a line, or "" where it would say nothing new.
-
-        Args:
-            text: current phase, such as "engines load the model", or "".
-            seconds: time for which the phase has lasted.
-        """
+        """Return a line on a phase, such as "engines load the model", that has lasted `seconds`, or "" where it would say nothing new."""
         if not text or seconds < _LONG_S or (text == self._text and seconds < self._next_s):
             return ""
         self._text, self._next_s = text, seconds + _AGAIN_S

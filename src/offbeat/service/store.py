@@ -61,8 +61,6 @@ R = TypeVar("R", bound=Row)
 
 @dataclass(frozen=True)
 class StoredRows:
-    """Rows from which the core starts."""
-
     sessions: tuple[SessionRow, ...]
     models: tuple[ModelRow, ...]
     checkpoints: tuple[CheckpointRow, ...]
@@ -99,6 +97,8 @@ class _Write:
 
 class Store:
     """An open database. `put` and `delete` belong to an event loop; the other methods block for a short query, from any thread.
+
+    Methods that read raise StorageError if the database cannot be read.
 
     Attributes:
         identity: the identity shared with the data folder; empty if none was given.
@@ -147,64 +147,36 @@ class Store:
         return cls(engine, claim, identity)
 
     def load(self) -> StoredRows:
-        """Return all rows except `FutureRow`s.
-
-        Raises:
-            StorageError: the database cannot be read.
-        """
+        """Return all rows except `FutureRow`s."""
         return StoredRows(self._all(SessionRow), self._all(ModelRow), self._all(CheckpointRow), self._all(SamplerRow))
 
     def find_future(self, request_id: str) -> FutureRow | None:
-        """Return the row of a request that has ended, or None.
-
-        Raises:
-            StorageError: the database cannot be read.
-        """
+        """Return the row of a request that has ended, or None."""
         return next(iter(self._all(FutureRow, TABLES[FutureRow].c.request_id == request_id)), None)
 
     def future_ids(self) -> list[str]:
-        """Return the IDs of all requests that have ended and are still known.
-
-        Raises:
-            StorageError: the database cannot be read.
-        """
+        """Return the IDs of all requests that have ended and are still known."""
         with _sentences(self._engine), self._engine.connect() as connection:
             return list(connection.scalars(sa.select(TABLES[FutureRow].c.request_id)))
 
     def answer_sizes(self) -> dict[str, tuple[int, int]]:
-        """Return the number of answers and their size in bytes, by owner.
-
-        Raises:
-            StorageError: the database cannot be read.
-        """
+        """Return the number of answers and their size in bytes, by owner."""
         table = TABLES[FutureRow]
         with _sentences(self._engine), self._engine.connect() as connection:
             found = connection.execute(sa.select(table.c.owner, sa.func.count(), sa.func.sum(table.c.length)).group_by(table.c.owner))
             return {owner: (int(count), int(total)) for owner, count, total in found}
 
     def futures_before(self, finished: float) -> tuple[FutureRow, ...]:
-        """Return the requests that ended before a time, in seconds since the epoch.
-
-        Raises:
-            StorageError: the database cannot be read.
-        """
+        """Return the requests that ended before a time, in seconds since the epoch."""
         return self._all(FutureRow, TABLES[FutureRow].c.finished < finished)
 
     def first_segment(self) -> int | None:
-        """Return the number of the first results file that a request still needs, or None.
-
-        Raises:
-            StorageError: the database cannot be read.
-        """
+        """Return the number of the first results file that a request still needs, or None."""
         with _sentences(self._engine), self._engine.connect() as connection:
             return connection.scalar(sa.select(sa.func.min(TABLES[FutureRow].c.segment)))
 
     def last_segment(self) -> int:
-        """Return the number of the last results file that a request names, or 0.
-
-        Raises:
-            StorageError: the database cannot be read.
-        """
+        """Return the number of the last results file that a request names, or 0."""
         with _sentences(self._engine), self._engine.connect() as connection:
             return connection.scalar(sa.select(sa.func.max(TABLES[FutureRow].c.segment))) or 0
 
@@ -220,11 +192,7 @@ class Store:
         await self._write_rows(rows, keep=True)
 
     async def delete(self, *rows: Row) -> None:
-        """Delete the rows with these rows' keys, and return once that is committed.
-
-        Raises:
-            StorageError: as in `put`.
-        """
+        """Delete the rows with these rows' keys, and return once that is committed; raises as `put` does."""
         await self._write_rows(rows, keep=False)
 
     def close(self) -> None:

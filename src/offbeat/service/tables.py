@@ -88,11 +88,7 @@ class CheckpointRow:
 
 @dataclass(frozen=True)
 class SamplerRow:
-    """A sampler of the base model if `run_id` is empty, otherwise of the adapter in `folder`; an ephemeral sampler has no path.
-
-    Attributes:
-        size_bytes: size of an ephemeral sampler's folder.
-    """
+    """A sampler of the base model if `run_id` is empty, else of the adapter in `folder`; an ephemeral one has `size_bytes` and no path."""
 
     id: str
     session_id: str

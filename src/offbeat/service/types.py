@@ -119,8 +119,6 @@ class Payload:
 
 @dataclass(frozen=True)
 class ModelCreated:
-    """A model was created."""
-
     model_id: str
 
 
@@ -141,8 +139,6 @@ class PassDone:
 
 @dataclass(frozen=True)
 class StepDone:
-    """Outcome of an optimizer step."""
-
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -223,12 +219,7 @@ Outcome = ModelCreated | PassDone | StepDone | CheckpointSaved | WeightsLoaded |
 
 @dataclass(frozen=True)
 class Pending:
-    """State of a future that has not ended.
-
-    Attributes:
-        queue_state: "active", or the reason of a pause.
-        reason: explanation for people; empty if there is none.
-    """
+    """State of a future that has not ended: "active", or the reason of a pause, and an explanation for people, empty if there is none."""
 
     queue_state: Literal["active", "paused_capacity", "paused_rate_limit"] = "active"
     reason: str = ""
@@ -271,8 +262,6 @@ class SamplerInfo:
 
 @dataclass(frozen=True)
 class SessionInfo:
-    """A session with its runs and samplers."""
-
     session_id: str
     run_ids: tuple[str, ...]
     sampler_ids: tuple[str, ...]
@@ -294,13 +283,7 @@ class QueueStatus:
 
 @dataclass(frozen=True)
 class ModelStatus:
-    """A model of an active session.
-
-    Attributes:
-        step: number of optimizer steps.
-        resident: whether the trainers hold it.
-        trained_per_s, sampled_per_s: tokens per second over the last seconds.
-    """
+    """A model of an active session; `trained_per_s` and `sampled_per_s` are tokens per second over the last seconds."""
 
     model_id: str
     owner: str
@@ -314,8 +297,6 @@ class ModelStatus:
 
 @dataclass(frozen=True)
 class OwnerStatus:
-    """An owner's use at this moment."""
-
     owner: str
     models: int
     queued_tokens: int
@@ -357,12 +338,7 @@ class Incident:
 
 @dataclass(frozen=True)
 class IncidentCounts:
-    """Counts since the start.
-
-    Attributes:
-        rank_deaths: train ranks whose process ended.
-        failed_loads: adapters that an engine could not load.
-    """
+    """Counts since the start; `rank_deaths` are train ranks whose process ended, `failed_loads` adapters that an engine could not load."""
 
     rank_deaths: int = 0
     trainer_restarts: int = 0

@@ -38,8 +38,6 @@ class Pass:
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """A request for one optimizer step."""
-
     params: AdamParams
 
 
@@ -100,7 +98,6 @@ class Work:
         number: number in the order of arrival, over all models.
         seq: number among the model's requests; 0 for internal work, which has no number.
         future: None if nobody waits.
-        cost: cost of the whole request.
         charged: amounts charged to its owner, to be released when it ends.
         passes: results of the turns so far.
         has_ended: whether it has an outcome.
@@ -142,7 +139,6 @@ class Work:
         return self.charged.get("queued_tokens", 0)
 
     def job(self) -> "Job[Work]":
-        """Return the job for the schedule."""
         request, model = self.request, self.model
         lane = (Lane.LEARN if request.learn else Lane.SCORE) if isinstance(request, Pass) else _LANES[type(request)]
         return Job(model.id, model.row.owner, lane, self, sizes=self._sizes)
@@ -194,8 +190,7 @@ def category_of(exc: Exception) -> Category:
 def explain(exc: Exception, *, name: str, lost: str = "") -> Failed:
     """Return one sentence for the client whose request is called `name`, and log the whole error.
 
-    Args:
-        lost: sentence about the model's loss; it is added unless the request itself was at fault.
+    `lost` is a sentence about the model's loss; it is added unless the request itself was at fault.
     """
     if category_of(exc) == "user":
         _log.info("%s failed: %s", name, exc)

@@ -34,9 +34,8 @@ class BackgroundSink:
         """Begin to open the destination.
 
         Args:
-            name: name of the sink, for reports.
             open_sink: called in the sink's thread.
-            on_drop: called at most once with the name and a reason, in the thread that calls this object.
+            on_drop: called at most once, in the thread that calls this object.
             close_s: seconds that `close` waits for queued rows.
         """
         self._name = name
@@ -50,15 +49,12 @@ class BackgroundSink:
         self._thread.start()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Queue one row for the sink's thread."""
         self._put(lambda sink: sink.write(row))
 
     def write_samples(self, global_step: int, make: MakeTable) -> None:
-        """Queue one table for the sink's thread, which makes it, too."""
         self._put(lambda sink: sink.write_samples(global_step, make))
 
     def resume_at(self, global_step: int) -> None:
-        """Queue the step from which the run continues."""
         self._put(lambda sink: sink.resume_at(global_step))
 
     def close(self) -> None:

@@ -36,7 +36,6 @@ MakeSamples = Callable[[], str]
 """Makes the text of some samples, when it is asked for."""
 
 OnOpen = Callable[["Console"], object]
-"""Called with a console each time it is opened."""
 
 Mode = Literal["live", "plain", "notebook", "json", "quiet"]
 
@@ -80,8 +79,7 @@ class Console:
     def __init__(self, mode: Mode, *, stream: TextIO | None = None, on_open: "OnOpen | None" = None) -> None:
         """Show the run on `stream`, by default stdout. A stream that cannot be written, or is not read any more, does not end the run.
 
-        Args:
-            on_open: called with this console each time it is opened, when the run's folder is there.
+        `on_open` is called with this console each time it is opened, when the run's folder is there.
         """
         self._mode = mode
         self._on_open = on_open
@@ -309,8 +307,7 @@ def plain_line(
 ) -> str:
     """Format one step as a line whose columns align with the previous line's and whose end is the remaining time.
 
-    Args:
-        known: metrics of earlier steps; a column without a metric in them or in this step is left out.
+    A column without a metric in this step, or in `known`, those of earlier steps, is left out.
     """
     total_s = metrics.get("step/total_s")
     parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]

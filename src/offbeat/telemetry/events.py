@@ -12,7 +12,6 @@ class EventLog:
     """An append-only file. Nothing is ever removed, not even by a resumed run. Without a path, nothing is recorded.
 
     Attributes:
-        mended: see `JsonLinesFile`.
         listeners: called with the kind and the fields of every event.
     """
 
@@ -29,6 +28,5 @@ class EventLog:
             hear(kind, fields)
 
     def close(self) -> None:
-        """Close the file."""
         if self._file is not None:
             self._file.close()

@@ -28,13 +28,9 @@ class JsonLinesFile:
     """
 
     def __init__(self, path: Path, *, is_row: Chooses = lambda _row: True) -> None:
-        """Open for appending.
+        """Open for appending; raises StorageError if the folder or the file cannot be written.
 
-        Args:
-            is_row: whether an object belongs in the file; others are left out, and do not count as damage by a crash.
-
-        Raises:
-            StorageError: the folder or the file cannot be written.
+        An object for which `is_row` is false does not belong in the file. It is left out, and does not count as damage by a crash.
         """
 
         def is_sound(line: bytes) -> bool:
@@ -50,11 +46,7 @@ class JsonLinesFile:
             raise _cannot_write(path, exc) from exc
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append and flush one object. Numbers that JSON cannot express (NaN, infinities) become null.
-
-        Raises:
-            StorageError: the disk is full or gone.
-        """
+        """Append and flush one object, with null for NaN and infinities; raises StorageError if the disk is full or gone."""
         line = json.dumps({key: _json_safe(value) for key, value in row.items()}, ensure_ascii=False, default=str)
         try:
             self._file.write(line.encode() + b"\n")
@@ -63,11 +55,7 @@ class JsonLinesFile:
             raise _cannot_write(self.path, exc) from exc
 
     def keep(self, wanted: Chooses) -> None:
-        """Drop the rows that are not wanted; a crash meanwhile leaves the old file intact.
-
-        Raises:
-            StorageError: the disk is full or gone.
-        """
+        """Drop the other rows; a crash meanwhile leaves the old file intact. Raises StorageError if the disk is full or gone."""
         self._file.close()
         try:
             with self.path.open("rb") as old, replacing(self.path) as new:

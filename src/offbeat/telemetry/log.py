@@ -40,7 +40,6 @@ class _LogFile(logging.FileHandler):
     """Appends to a file that is made with the first record. A record that a full disk does not take is lost, and its writer goes on."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler`."""
         with suppress(OSError):
             super().emit(record)
 

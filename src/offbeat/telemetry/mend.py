@@ -15,16 +15,9 @@ IsSound = Callable[[bytes], bool]
 
 
 def mend(path: Path, is_sound: IsSound) -> str:
-    """Keep only the sound lines of a file, if it exists.
+    """Keep only the sound lines of a file, if it exists; returns a sentence on the repair, "" if all complete lines were sound.
 
-    Args:
-        is_sound: whether a line, without its line break, is valid.
-
-    Returns:
-        A sentence on the repair; "" if all complete lines were sound.
-
-    Raises:
-        OSError: the file cannot be read or written.
+    Lines are judged without their line breaks. Raises OSError if the file cannot be read or written.
     """
     if not path.is_file():
         return ""

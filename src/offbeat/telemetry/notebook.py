@@ -57,7 +57,6 @@ class CellOutput:
             self.flush()
 
     def flush(self) -> None:
-        """Show all lines."""
         if not self._is_behind:
             return
         text = "\n".join(line for line, _ in self._lines)

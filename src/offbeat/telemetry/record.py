@@ -40,7 +40,6 @@ class RunRecord:
         """Open everything below `run_dir`, creating it if necessary.
 
         Args:
-            run_dir: the run's folder.
             trace: whether to record a timeline.
             console: shows progress; closed with the rest.
             sinks: destinations of metrics besides `metrics.jsonl`: "tensorboard", "wandb", "trackio", "mlflow".
@@ -84,8 +83,7 @@ class RunRecord:
     def resume_after(self, global_step: int, *, repeats_row: bool = False) -> None:
         """Continue after this step: drop the records of later steps, which are repeated, and report how many earlier ones are missing.
 
-        Args:
-            repeats_row: whether the row of this step is written again, too.
+        `repeats_row` says whether the row of this step is written again, too.
         """
         last_row = global_step - 1 if repeats_row else global_step
         self.stats.resume_at(last_row + 1)
@@ -97,11 +95,7 @@ class RunRecord:
     async def rollouts(self, step: int, lines: Iterable[bytes]) -> None:
         """Store the rollouts of a step, and those rejected since the last call, on a thread, as soon as the step before is stored.
 
-        Args:
-            lines: JSON lines; they are made on the thread, too.
-
-        Raises:
-            StorageError: the step before could not be stored.
+        The thread also makes the JSON lines. Raises StorageError if the step before could not be stored.
         """
         await self.stored()
         self._stored = self._writer.submit(self._rollout_log.write, step, lines, self._rollout_log.take_rejected())
@@ -120,24 +114,12 @@ class RunRecord:
         self._rollout_log.reject(num_tokens, line)
 
     async def evaluation(self, step: int, name: str, lines: Iterable[bytes]) -> None:
-        """Store the answers to an evaluation set on a thread, as `rollouts` does.
-
-        Args:
-            name: name of the set; "" for held-out prompts.
-            lines: JSON lines; they are made on the thread, too.
-
-        Raises:
-            StorageError: the files before could not be stored.
-        """
+        """Store the answers to an evaluation set, "" for held-out prompts, on a thread, as `rollouts` does."""
         await self.stored()
         self._stored = self._writer.submit(write_evaluation, self.run_dir, step=step, name=name, lines=lines)
 
     async def stored(self) -> None:
-        """Wait until all rollouts and answers are stored.
-
-        Raises:
-            StorageError: they could not be stored.
-        """
+        """Wait until all rollouts and answers are stored; raises StorageError if they could not be stored."""
         if self._stored is not None:
             await asyncio.wrap_future(self._stored)
 

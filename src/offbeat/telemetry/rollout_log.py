@@ -27,8 +27,7 @@ class RolloutLog:
     def __init__(self, folder: Path, *, most_bytes: int | None = None) -> None:
         """Say where rollouts go; the folder is created by the first write.
 
-        Args:
-            most_bytes: older steps are thinned out where the files are larger in total; None keeps all.
+        Older steps are thinned out where the files are larger than `most_bytes` in total; None keeps all.
         """
         self._folder = folder
         self._most_bytes = most_bytes
@@ -37,12 +36,7 @@ class RolloutLog:
         remove_parts(folder)
 
     def reject(self, num_tokens: int, line: RejectedLine) -> None:
-        """Note a group that is not trained on.
-
-        Args:
-            num_tokens: number of its tokens in memory.
-            line: called on the thread that writes.
-        """
+        """Note a group of `num_tokens` tokens in memory that is not trained on; `line` is called on the thread that writes."""
         self._rejected.append((num_tokens, line))
         self._rejected_tokens += num_tokens
         while self._rejected_tokens > _MOST_REJECTED_TOKENS and len(self._rejected) > 1:
@@ -58,13 +52,8 @@ class RolloutLog:
     def write(self, step: int, lines: Iterable[bytes], rejected: Sequence[RejectedLine] = ()) -> Path:
         """Write the groups of one step, replacing existing files; a crash leaves the old files intact.
 
-        Args:
-            step: global step, which becomes part of the file names.
-            lines: one JSON object each, without a line break.
-            rejected: lines of groups that were not trained on.
-
-        Raises:
-            StorageError: the folder cannot be written.
+        `lines` are one JSON object each, without a line break; `rejected` are of groups that were not trained on. Raises StorageError if
+        the folder cannot be written.
         """
         turned_down = self._folder / f"rejected-{step:06d}.jsonl.zst"
         path = self._folder / f"step-{step:06d}.jsonl.zst"
@@ -81,7 +70,6 @@ class RolloutLog:
         return path
 
     def has(self, step: int) -> bool:
-        """Whether the groups of a step are stored."""
         return (self._folder / f"step-{step:06d}.jsonl.zst").exists()
 
     def resume_after(self, step: int) -> None:
@@ -109,13 +97,10 @@ class RolloutLog:
 
 
 def to_thin_out(sizes: Mapping[int, int], *, most_bytes: int) -> list[int]:
-    """Choose the steps to remove, so that the others are at most `most_bytes` in total, or only the newest is left.
+    """Choose the steps to remove, so that the others are at most `most_bytes` in total, or only the newest is left; `sizes` are bytes.
 
     Of the older half of the steps, every second one goes, and again until the rest fits: e.g. steps 2 and 4 of 1 to 8, of 10 bytes each,
     with `most_bytes` = 60. So old steps thin out, and the first one remains longest.
-
-    Args:
-        sizes: bytes by step.
     """
     left, removed = sorted(sizes), []
     total = sum(sizes.values())

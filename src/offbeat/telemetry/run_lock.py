@@ -75,8 +75,7 @@ def lock_run(run_dir: Path) -> RunLock:
 def is_running(run_dir: Path, *, locks: Path = _LOCKS) -> bool | None:
     """Whether a process holds the lock of this folder; None if that cannot be told here, as where it ran on another machine.
 
-    Args:
-        locks: the system's list of locks, with lines such as "1: FLOCK  ADVISORY  WRITE 15665 fe:00:2154876 0 EOF".
+    `locks` is the system's list of locks, with lines such as "1: FLOCK  ADVISORY  WRITE 15665 fe:00:2154876 0 EOF".
     """
     if (holder := _Holder.read(run_dir / _HELD)) is not None:
         return holder.alive
@@ -99,11 +98,7 @@ def _check_held(run_dir: Path) -> None:
 
 
 def _drop_stale(run_dir: Path, holder: "_Holder") -> None:
-    """Remove the file of a process that is dead.
-
-    Raises:
-        ConfigError: it lives, or that cannot be told here, or another has taken its place.
-    """
+    """Remove the file of a dead process; raises ConfigError if it lives, that cannot be told, or another has taken its place."""
     if holder.alive is not False:
         raise _in_use(run_dir, holder)
     stale = run_dir / f".{_HELD}.{secrets.token_hex(4)}"

@@ -36,7 +36,6 @@ class JsonLinesSink:
     """A `Sink` that appends to a file of JSON lines; earlier rows stay, except those that a resumed run repeats.
 
     Attributes:
-        mended: see `JsonLinesFile`.
         steps: steps whose rows were in the file when the run was resumed.
     """
 
@@ -47,14 +46,12 @@ class JsonLinesSink:
         self.mended = self._file.mended
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row as a line and flush it."""
         self._file.write(row)
 
     def write_samples(self, global_step: int, make: MakeTable) -> None:
         """Do nothing: the folder `rollouts` beside this file has all samples."""
 
     def resume_at(self, global_step: int) -> None:
-        """Drop rows of this global step and later ones."""
         kept: set[int] = set()
 
         def is_wanted(row: Mapping[str, Any]) -> bool:
@@ -67,7 +64,6 @@ class JsonLinesSink:
         self.steps = frozenset(kept)
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -80,23 +76,13 @@ _PACKAGES = {"mlflow": ("mlflow", "alembic")}  # a local database needs alembic
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Refuse sinks whose package is missing, before a run begins.
-
-    Raises:
-        MissingExtraError: a package is missing; the message names the extra.
-    """
+    """Refuse sinks whose package is missing, before a run begins, with a MissingExtraError that names the extra."""
     for name in names:
         if any(importlib.util.find_spec(package) is None for package in _PACKAGES.get(name, (name,))):
             raise MissingExtraError(f"telemetry.sinks has {name!r}, which is not installed; run pip install 'offbeat[{name}]'")
 
 
 def open_sink(name: str, run_dir: Path, settings: Mapping[str, Any]) -> Sink:
-    """Open a sink of another project.
-
-    Args:
-        name: "tensorboard", "wandb", "trackio" or "mlflow".
-        run_dir: the run's folder, which is named after the run.
-        settings: settings of the run, displayed by sinks that support it.
-    """
+    """Open a sink of another project, such as "wandb"; one that shows settings of runs shows these."""
     # Imported by name and not at the top of the file, since sinks are optional and slow to import.
     return importlib.import_module(f"offbeat.telemetry.{name}_sink").open_sink(run_dir, settings)

@@ -33,11 +33,9 @@ class StatsLogger:
             sink.write_samples(global_step, make)
 
     def resume_at(self, global_step: int) -> None:
-        """Make every sink drop rows of this global step and all later ones."""
         for sink in self._sinks:
             sink.resume_at(global_step)
 
     def close(self) -> None:
-        """Close every sink."""
         for sink in self._sinks:
             sink.close()

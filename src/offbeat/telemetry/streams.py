@@ -28,18 +28,13 @@ class TolerantStream:
     """A text stream on which writing does not fail. Has the attributes of the stream that it writes to."""
 
     def __init__(self, stream: TextIO | None, *, survives: bool = True) -> None:
-        """Write to `stream`, or to nobody if it is None.
-
-        Args:
-            survives: whether a reader that went away is tolerated; otherwise the BrokenPipeError comes through.
-        """
+        """Write to `stream`, or to nobody if it is None; unless it `survives`, the BrokenPipeError of a reader gone away comes through."""
         self._stream = stream
         self._survives = survives
         self.lost: OSError | None = None
         """The error after which nothing was written any more; None if there was none."""
 
     def write(self, text: str) -> int:
-        """Write text; returns its length."""
         if self._stream is not None and self.lost is None:
             with self._tolerance():
                 try:
@@ -50,13 +45,11 @@ class TolerantStream:
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream."""
         if self._stream is not None and self.lost is None:
             with self._tolerance():
                 self._stream.flush()
 
     def isatty(self) -> bool:
-        """Whether the stream is a terminal."""
         return self._stream is not None and not self._stream.closed and self._stream.isatty()
 
     @contextlib.contextmanager
@@ -84,8 +77,7 @@ def tolerant(stream: TextIO | None) -> TextIO:
 def tolerant_output(*, survives: bool) -> Iterator[None]:
     """Make stdout and stderr tolerant while the body runs, and say at the end on stderr if nobody could read stdout any more.
 
-    Args:
-        survives: whether the body goes on without its reader; otherwise it ends with BrokenPipeError.
+    The body goes on without its reader if it `survives`; otherwise it ends with BrokenPipeError.
     """
     before = sys.stdout, sys.stderr
     streams = out, err = TolerantStream(sys.stdout, survives=survives), TolerantStream(sys.stderr)

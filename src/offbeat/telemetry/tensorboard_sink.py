@@ -45,7 +45,6 @@ class TensorBoardSink:
         self._write_event(Event(wall_time=time.time(), step=global_step, session_log=SessionLog(status=SessionLog.START)))
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _write_event(self, event: Event) -> None:

@@ -44,20 +44,13 @@ class Span:
 
 
 class Tracer:
-    """Writes spans as they end; without a path, nothing is recorded.
-
-    Attributes:
-        mended: one sentence on the damage found when the file was opened and how it was repaired; "" if there was none.
-    """
+    """Writes spans as they end; without a path, nothing is recorded. For `mended` see `JsonLinesFile`."""
 
     def __init__(self, path: Path | None, *, tell: Tell = lambda _text: None) -> None:
         """Append to the trace at `path`, or start it; tracks of an earlier run keep their places.
 
-        Args:
-            tell: called with a sentence when spans begin to be lost, as on a full disk. They do not end a run.
-
-        Raises:
-            StorageError: the file cannot be opened.
+        `tell` is called with a sentence when spans begin to be lost, as on a full disk. They do not end a run. Raises StorageError if the
+        file cannot be opened.
         """
         self._tids: dict[str, int] = {}
         self._file = None
@@ -89,15 +82,7 @@ class Tracer:
             self.add(name, track, start_s, time.time(), args)
 
     def add(self, name: str, track: str, start_s: float, end_s: float, args: Mapping[str, Any] | None = None) -> None:
-        """Record a span that has ended.
-
-        Args:
-            name: name of the activity, such as "train".
-            track: row in which the span is drawn, such as "controller", "engine 0" or "rank 0".
-            start_s: start in wall-clock seconds.
-            end_s: end in wall-clock seconds.
-            args: details shown with the span.
-        """
+        """Record a span that has ended, on a track such as "controller", "engine 0" or "rank 0"; times are in wall-clock seconds."""
         if self._file is None:
             return
         if track not in self._tids:
@@ -139,10 +124,7 @@ def _take_off_end(path: Path) -> None:
 
 
 class TraceReader:
-    """Reads a trace that grows: each time only the appended lines, and everything again where the file is not a continuation.
-
-    Methods may be called on any thread.
-    """
+    """Reads a trace that grows, on any thread: each time only the appended lines, and everything again where it is not a continuation."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

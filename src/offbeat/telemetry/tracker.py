@@ -33,7 +33,6 @@ class StatsPart:
     """Statistics collected in one place, before any division, so that parts add up exactly.
 
     Attributes:
-        sums: sums by name.
         means: by name, the sum of the values and their number.
         minima: minima by name; infinity if there was no value.
         maxima: maxima by name; minus infinity if there was no value.

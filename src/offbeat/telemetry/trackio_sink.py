@@ -32,7 +32,6 @@ class TrackioSink:
         self._run.log(metrics_of(row), step=row["global_step"])
 
     def write_samples(self, global_step: int, make: MakeTable) -> None:
-        """Log a table at the global step."""
         self._run.log({TAG: trackio.Table(columns=list(COLUMNS), data=[list(row) for row in make().rows])}, step=global_step)
 
     def resume_at(self, global_step: int) -> None:
@@ -44,5 +43,4 @@ class TrackioSink:
 
 
 def open_sink(run_dir: Path, settings: Mapping[str, Any]) -> TrackioSink:
-    """Begin a trackio run."""
     return TrackioSink(run_dir, settings)

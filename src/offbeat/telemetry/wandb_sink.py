@@ -28,13 +28,9 @@ class WandbSink:
     """A `Sink` that writes through W&B's own process, which ends with this one."""
 
     def __init__(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
-        """Begin a W&B run.
+        """Begin a W&B run, which shows the settings of the run; `telemetry.wandb` among them says how it is kept.
 
-        Args:
-            settings: of the Offbeat run; W&B shows them, and `telemetry.wandb` among them says how the run is kept there.
-
-        Raises:
-            ConfigError: W&B does not begin it, for example because it is online and nobody is logged in.
+        Raises ConfigError if W&B does not begin it, for example because it is online and nobody is logged in.
         """
         given = {name: value for name, value in settings.get("telemetry", {}).get("wandb", {}).items() if value}
         mode = given.get("mode") or os.environ.get("WANDB_MODE") or "offline"
@@ -87,5 +83,4 @@ def _id_of(run_dir: Path) -> str:
 
 
 def open_sink(run_dir: Path, settings: Mapping[str, Any]) -> WandbSink:
-    """Begin a W&B run; see `WandbSink`."""
     return WandbSink(run_dir, settings)

@@ -34,11 +34,9 @@ def make_app(
     endpoints: Iterable[Endpoint], public: Iterable[Route], *, keys: Keys, bodies: Bodies, journal: Journal, names: HostNames = LOCAL_NAMES,
     max_requests_of_one: int = 2048,
 ) -> Starlette:
-    """Create the application.
+    """Create the application of `endpoints` for callers with a key, and of `public` routes.
 
     Args:
-        endpoints: endpoints for callers with a key.
-        public: routes open to anybody.
         names: host names that the server answers to if any key is accepted.
         max_requests_of_one: requests that one owner may have under way, including polls.
     """
@@ -78,7 +76,6 @@ class RequestGate:
         return _Guarded(self, endpoint)
 
     async def answer_request(self, endpoint: Endpoint, http: Request, send: Send) -> None:
-        """Answer a request."""
         start, owner = time.monotonic(), ""
         request_id = uuid.uuid4().hex[:12]
         token = current_request.set(request_id)

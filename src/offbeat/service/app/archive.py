@@ -45,12 +45,10 @@ class Archives:
 
     @property
     def endpoint(self) -> Endpoint:
-        """Endpoint that creates a link."""
         return Endpoint("GET", "/api/v1/training_runs/{run}/checkpoints/{segment}/{name}/archive", self._make)
 
     @property
     def route(self) -> Route:
-        """Route that serves an archive."""
         return Route("/api/v1/archives/{token}.tar", self._fetch)
 
     async def _make(self, call: Call) -> Response:
@@ -72,11 +70,7 @@ class Archives:
 
 
 def stream(files: Mapping[str, Path], *, base_model: str) -> StreamingResponse:
-    """Stream the files of an adapter, in which the base model has its name for clients.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """Stream the files of an adapter, in which the base model has its name for clients; raises OSError if a file cannot be read."""
     stack = ExitStack()
     try:
         parts: dict[str, io.BufferedIOBase] = {name: stack.enter_context(path.open("rb")) for name, path in files.items()}

@@ -38,12 +38,11 @@ class Front:
 
 @dataclass(frozen=True, kw_only=True)
 class FrontSettings:
-    """Bounds and access of the application.
+    """Bounds and access of the application; for `names` and `max_requests_of_one` see `make_app`.
 
     Attributes:
         max_body_bytes: largest body of a request with training data, such as 64 MiB.
         public_status: whether everybody may see the status page, or programs of this machine alone.
-        names, max_requests_of_one: see `make_app`.
     """
 
     max_body_bytes: int

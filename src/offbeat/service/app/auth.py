@@ -18,11 +18,7 @@ _FORWARDED = {"forwarded", "x-forwarded-for", "x-forwarded-host", "x-forwarded-p
 
 
 def authenticate(http: Request, keys: Keys) -> Caller:
-    """Return the owner of the request's key.
-
-    Raises:
-        UnknownKeyError: the key is missing or unknown.
-    """
+    """Return the owner of the request's key; raises UnknownKeyError if the key is missing or unknown."""
     key = http.headers.get(_HEADER) or bearer_key(http.headers.get("authorization", ""))
     if not key:
         raise UnknownKeyError(
@@ -38,12 +34,7 @@ class HostNames:
     """
 
     def __init__(self, allowed: Iterable[str] = (), *, any_address: bool = False) -> None:
-        """Collect the names.
-
-        Args:
-            allowed: names in addition to localhost.
-            any_address: whether addresses other than this machine's own are accepted.
-        """
+        """`allowed` are names in addition to localhost; with `any_address`, addresses other than this machine's own are accepted."""
         self._allowed = {name.lower().rstrip(".") for name in allowed}
         self._any_address = any_address
 
@@ -61,13 +52,9 @@ LOCAL_NAMES = HostNames()
 
 
 def demand_local(http: Request, names: HostNames, *, public: bool) -> None:
-    """Let only this machine pass, or everybody if `public`, and only requests addressed to one of this server's names.
+    """Raise UnknownError for a request of another machine unless `public`, NameRefusedError for one to a name that is not the server's.
 
     A request that came through a proxy, such as one with an X-Forwarded-For header, never counts as this machine's.
-
-    Raises:
-        UnknownError: the request comes from another machine.
-        NameRefusedError: the request is addressed to another name.
     """
     if not public and (_FORWARDED & set(http.headers.keys()) or not is_loopback(http.client.host if http.client else "")):
         raise UnknownError("the status of this server is shown to its own machine only; start it with --public-status to change that")

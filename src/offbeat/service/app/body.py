@@ -109,8 +109,6 @@ class Bodies:
 
 
 class _Arrival:
-    """Progress of one arriving body."""
-
     def __init__(self, owner: str, max_bytes: int) -> None:
         self.owner = owner
         self.max_bytes = max_bytes
@@ -119,7 +117,6 @@ class _Arrival:
         self._rate, self._last = 4.0 * _FAST_BYTES_PER_S, time.monotonic()  # a body that has just begun does not count as slow
 
     def add(self, num_bytes: int) -> None:
-        """Record that more bytes have arrived."""
         self._rate = self.rate() + num_bytes / _RATE_OVER_S
         self._last = time.monotonic()
 

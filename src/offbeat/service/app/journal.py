@@ -37,12 +37,7 @@ class Strangers:
 
 
 class Journal:
-    """Records every request. One owner's errors cannot push all others' errors off the list, and strangers' errors have their own list.
-
-    Attributes:
-        troubles: latest failed requests of owners, newest first.
-        strangers: requests without a known key.
-    """
+    """Records every request. One owner's errors cannot push all others' off the list `troubles`, newest first; strangers have their own."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         """Counts are registered in `registry`."""

@@ -29,7 +29,6 @@ class StatusCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all samples of the current status."""
         status = self._status()
         queues = {"training": status.training, "sampling": status.sampling}
         yield CounterMetricFamily("offbeat_trained_tokens", "Tokens of forward and backward passes", status.trained_tokens)
@@ -67,5 +66,4 @@ def _labelled(name: str, text: str, label: str, values: dict[str, float]) -> Gau
 
 
 def scrape(registry: CollectorRegistry) -> Response:
-    """Return all metrics as text."""
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

@@ -31,9 +31,7 @@ class Served:
 
     Attributes:
         tokenizer_id: name by which clients load the tokenizer, such as "Qwen/Qwen3-0.6B".
-        alpha: alpha of every adapter.
         stable_reinforce: name of the loss that is used for "stable_reinforce"; empty refuses that loss.
-        aliases: other names of the base model.
         sampled: limits of the models that are only sampled, by name.
     """
 
@@ -68,7 +66,6 @@ class Call:
         return await self.readers.run(self.caller.owner, function, *args, **kwargs)
 
     def param(self, name: str) -> str:
-        """Return a parameter of the path."""
         return self.http.path_params[name]
 
 

@@ -60,8 +60,6 @@ def at_vendors_paths(endpoints: list[Endpoint]) -> list[Endpoint]:
 
 
 class ChatRoutes:
-    """Endpoints of chats."""
-
     def __init__(self, sampling: SamplingService, library: Library, served: Served, tokenizer: Tokenizer) -> None:
         """`tokenizer` is the base model's, under a name that clients may see."""
         self._sampling = sampling
@@ -71,7 +69,6 @@ class ChatRoutes:
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """All endpoints; they need a key."""
         answering: list[tuple[str, ChatDialect]] = [
             ("/v1/chat/completions", Completions("service")), ("/v1/responses", Responses("service")), ("/v1/messages", _ANTHROPIC)]
         limits = {"quiet": True, "max_body_bytes": MAX_SAMPLE_BYTES}
@@ -151,10 +148,9 @@ def sample_request(
     row: SamplerRow, prompt: Sequence[int], *, stops: tuple[str, ...], stop_token_ids: tuple[int, ...], shaping: Shaping,
     ignore_eos: bool, **params: Any,
 ) -> SampleRequest:
-    """Check the settings of a chat or a completion, and return its sampling request; settings that are None are left out.
+    """Return the sampling request of a chat or a completion; settings that are None are left out.
 
-    Raises:
-        BadRequestError: one of `params`, the fields of `asample` and `n` and `top_logprobs`, is out of range.
+    `params` are fields of `asample`, `n` and `top_logprobs`; raises BadRequestError if one is out of range.
     """
     given = {name: value for name, value in {**params, "stop": stops or None}.items() if value is not None}
     checked = read_json(_Params, msgspec.json.encode(given))

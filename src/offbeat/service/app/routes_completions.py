@@ -1,8 +1,7 @@
 """POST /v1/completions: an owner's samplers and the base model continue texts and token ids, for clients of OpenAI's API.
 
-Every prompt of a body is a sampling request of its own, carried out as by `asample`: by the same queue, at the same cost, within the same
-limits. Bodies and answers have the engine's format. Answers are whole; a stream is sent when its answer is complete. A client that
-disconnects gives its samples up.
+Every prompt of a body is a sampling request of its own, carried out as a chat is; see `routes_chat`. Bodies and answers have the engine's
+format.
 """
 
 import asyncio
@@ -60,8 +59,6 @@ class _Writer:
 
 
 class CompletionRoutes:
-    """The endpoint of completions."""
-
     def __init__(self, sampling: SamplingService, served: Served, tokenizer: Tokenizer) -> None:
         """`tokenizer` is the base model's, under a name that clients may see."""
         self._sampling = sampling
@@ -70,7 +67,7 @@ class CompletionRoutes:
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """The endpoint, also at the hosted service's path; it needs a key."""
+        """The endpoint, also at the hosted service's path."""
         return at_vendors_paths([Endpoint(
             "POST", "/v1/completions", self._complete, quiet=True, max_body_bytes=MAX_SAMPLE_BYTES, write_error=_Writer.error)])
 

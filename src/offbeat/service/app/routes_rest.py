@@ -19,7 +19,7 @@ from offbeat.service.wire import rest
 from offbeat.service.wire.bodies import CopyWeightsBody, TtlBody, WeightsInfoBody
 
 FolderOf = Callable[[Caller, str], str]
-"""Returns the folder of a path of a checkpoint, for a caller."""
+"""Returns the folder of the export at a path, for a caller; raises RequestError if there is none for that caller."""
 
 _RUN = "/api/v1/training_runs/{run}"
 _CHECKPOINT = _RUN + "/checkpoints/{segment}/{name}"
@@ -27,8 +27,6 @@ _MAX_PAGE = 1000
 
 
 class RestRoutes:
-    """Endpoints over runs, checkpoints and sessions."""
-
     def __init__(self, service: ServiceCore, exports: "Exports") -> None:
         self._service = service
         self._library = service.library
@@ -36,7 +34,6 @@ class RestRoutes:
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """All endpoints; they need a key."""
         return [
             Endpoint("GET", "/api/v1/training_runs", self._runs),
             Endpoint("GET", _RUN, self._show_run),
@@ -125,10 +122,7 @@ class RestRoutes:
 
 @dataclass(frozen=True)
 class LinkedExport:
-    """An export, its files by name, and the caller who asked for its link.
-
-    An export that replaces another under the same name is in another folder.
-    """
+    """An export, its files, and the caller who asked for its link; one that replaces another under the same name has another folder."""
 
     caller: Caller
     path: str
@@ -140,7 +134,6 @@ class Exports:
     """Links to exported files. A link is valid while its requester may read the export, and ends when that is unpublished or deleted."""
 
     def __init__(self, folder_of: FolderOf) -> None:
-        """`folder_of` returns the folder of the export at a path for a caller; it raises RequestError if there is none for that caller."""
         self._folder_of = folder_of
         self._links: Links[LinkedExport] = Links()
 
@@ -149,12 +142,10 @@ class Exports:
         return self._links.add(export)
 
     def end_links(self, path: str) -> None:
-        """End all links to the export at a path."""
         self._links.end_links(lambda export: export.path == path)
 
     @property
     def route(self) -> Route:
-        """Route that serves the files."""
         return Route("/api/v1/external/{token}/{name:path}", self._fetch)
 
     def find_file(self, token: str, name: str) -> Path | None:

@@ -20,8 +20,6 @@ _NOT_YET = 408
 
 
 class SamplingRoutes:
-    """Endpoints of samplers and futures."""
-
     def __init__(self, service: ServiceCore, sampling: SamplingService, served: Served) -> None:
         self._service = service
         self._sampling = sampling
@@ -29,7 +27,6 @@ class SamplingRoutes:
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """All endpoints; they need a key."""
         return [
             Endpoint("POST", "/api/v1/create_sampling_session", self._create),
             Endpoint("GET", "/api/v1/samplers/{sampler}", self._info),

@@ -17,15 +17,12 @@ _DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": False}
 
 
 class SessionRoutes:
-    """Endpoints about the server and about sessions."""
-
     def __init__(self, service: ServiceCore, served: Served) -> None:
         self._service = service
         self._served = served
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """All endpoints; they need a key."""
         return [
             Endpoint("POST", "/api/v1/client/config", self._client_config),
             Endpoint("POST", "/api/v1/client/dynamic_config", self._dynamic_config, quiet=True),

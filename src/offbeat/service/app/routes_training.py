@@ -44,15 +44,12 @@ Act = Callable[[Caller, R], Awaitable[str]]
 
 
 class TrainingRoutes:
-    """Endpoints of models."""
-
     def __init__(self, service: ServiceCore, served: Served) -> None:
         self._service = service
         self._served = served
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """All endpoints; they need a key."""
         service = self._service
         ordered: dict[str, Handler] = {
             "optim_step": self._json(OptimStepBody, lambda caller, body: service.optim_step(

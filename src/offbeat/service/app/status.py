@@ -39,11 +39,7 @@ class Rates:
 
 
 class StatusPage:
-    """Shows the service's status to its own machine, or to everybody if `public`.
-
-    Attributes:
-        processes: processes with their memory, a few seconds old.
-    """
+    """Shows the service's status to its own machine, or to everybody if `public`; its `processes` are a few seconds old."""
 
     def __init__(self, status: MakeStatus, journal: Journal, *, public: bool, names: HostNames = LOCAL_NAMES) -> None:
         """`names` are the host names under which the page is shown."""

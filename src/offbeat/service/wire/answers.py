@@ -32,7 +32,6 @@ _SAVES = {"training": "save_weights", "sampler": "save_weights_for_sampler", "ex
 
 
 def encode(outcome: Outcome) -> Payload:
-    """Encode the answer to an outcome."""
     match outcome:
         case PassDone():
             return _proto("ForwardBackwardOutput", _pass(outcome))

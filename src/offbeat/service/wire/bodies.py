@@ -23,8 +23,6 @@ def _refuse_token(token: str | None) -> None:
 
 
 class CreateSessionBody(Body):
-    """Body of POST create_session."""
-
     tags: Annotated[tuple[Label, ...], msgspec.Meta(max_length=100)] = ()
     user_metadata: Metadata | None = None
     display_name: Label | None = None
@@ -81,8 +79,6 @@ class LoraBody(Body):
 
 
 class CreateModelBody(Body):
-    """Body of POST create_model."""
-
     session_id: Text
     model_seq_id: Count
     base_model: Text
@@ -122,8 +118,6 @@ class AdamBody(Body):
 
 
 class OptimStepBody(TrainingBody):
-    """Body of POST optim_step."""
-
     adam_params: AdamBody | None = None
 
     def __post_init__(self) -> None:
@@ -135,7 +129,6 @@ class OptimStepBody(TrainingBody):
             raise ValueError(f"adam_params is wrong: {exc}") from exc
 
     def params(self) -> AdamParams:
-        """Return the settings of the step."""
         assert self.adam_params is not None, "checked when it was read"
         given = self.adam_params
         return AdamParams(
@@ -210,7 +203,6 @@ class LoadWeightsBody(Body):
 
     @property
     def creates(self) -> bool:
-        """Whether to load into a new model."""
         return self.session_id is not None
 
 
@@ -218,8 +210,6 @@ class LoadWeightsBody(Body):
 
 
 class CreateSamplingSessionBody(Body):
-    """Body of POST create_sampling_session."""
-
     session_id: Text
     sampling_session_seq_id: Count
     base_model: Text | None = None
@@ -234,8 +224,6 @@ class CreateSamplingSessionBody(Body):
 
 
 class RetrieveFutureBody(Body):
-    """Body of POST retrieve_future."""
-
     request_id: Text
 
 
@@ -246,8 +234,6 @@ class TtlBody(Body):
 
 
 class WeightsInfoBody(Body):
-    """Body of POST weights_info."""
-
     tinker_path: Text
 
 

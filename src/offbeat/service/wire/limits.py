@@ -31,20 +31,12 @@ class WireLimits:
     max_fields: int = 1_000_000
 
     def check_length(self, name: str, length: int) -> None:
-        """Check the length of a sequence.
-
-        Raises:
-            BadRequestError: the sequence has no tokens, or more than the context.
-        """
+        """Check the length of a sequence; raises BadRequestError if the sequence has no tokens, or more than the context."""
         if not 0 < length <= self.context:
             raise BadRequestError(f"{name} must have 1 to {self.context} tokens, got {length}")
 
     def check_ids(self, name: str, ids: Any) -> None:
-        """Check token IDs: [N] integers, as a sequence or array.
-
-        Raises:
-            BadRequestError: a number is not a token ID of the model.
-        """
+        """Check token IDs: [N] integers, as a sequence or array. Raises BadRequestError if a number is not a token ID of the model."""
         array = np.asarray(ids)
         if len(array) and not 0 <= array.min() <= array.max() < self.vocab_size:
             wrong = array[(array < 0) | (array >= self.vocab_size)][0]

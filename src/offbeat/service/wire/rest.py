@@ -38,7 +38,6 @@ def model_info(model: ModelInfo, *, tokenizer_id: str) -> Answer:
 def training_run(
     model: ModelInfo, *, last_checkpoint: CheckpointInfo | None = None, last_sampler_checkpoint: CheckpointInfo | None = None,
 ) -> Answer:
-    """Describe a model as a training run in listings."""
     return {
         "training_run_id": model.model_id, "base_model": model.base_model, "model_owner": model.owner, "is_lora": True, "corrupted": False,
         "lora_rank": model.lora.rank, "last_request_time": time_text(model.last_request),
@@ -47,12 +46,10 @@ def training_run(
 
 
 def training_runs(runs: Iterable[Answer], *, limit: int, offset: int, total: int) -> Answer:
-    """Assemble a page of runs as described by `training_run`."""
     return {"training_runs": list(runs), "cursor": {"offset": offset, "limit": limit, "total_count": total}}
 
 
 def checkpoint(info: CheckpointInfo) -> Answer:
-    """Describe a checkpoint."""
     path = CheckpointPath(info.run_id, info.kind, info.name)
     return {
         "checkpoint_id": path.short, "checkpoint_type": info.kind, "time": time_text(info.created), "tinker_path": str(path),
@@ -61,7 +58,6 @@ def checkpoint(info: CheckpointInfo) -> Answer:
 
 
 def checkpoints(infos: Iterable[CheckpointInfo], *, limit: int, offset: int, total: int) -> Answer:
-    """Assemble a page of checkpoints."""
     return {"checkpoints": [checkpoint(info) for info in infos], "cursor": {"offset": offset, "limit": limit, "total_count": total}}
 
 
@@ -83,12 +79,10 @@ def archive_url(url: str, *, expires: float) -> Answer:
 
 
 def sampler(info: SamplerInfo) -> Answer:
-    """Describe a sampler."""
     return {"sampler_id": info.sampler_id, "base_model": info.base_model, "model_path": info.model_path}
 
 
 def session(info: SessionInfo) -> Answer:
-    """Describe a session with its runs and samplers."""
     return {
         "training_run_ids": list(info.run_ids), "sampler_ids": list(info.sampler_ids), "user_metadata": dict(info.metadata),
         "display_name": info.display_name or None}

@@ -29,8 +29,6 @@ class Chunk(Body):
 
 
 class PromptBody(Body):
-    """A prompt: pieces in order."""
-
     chunks: list[Chunk]
 
 
@@ -79,8 +77,6 @@ class TensorBody(Body):
 
 
 class SampleBody(Body):
-    """Body of POST asample."""
-
     max_bytes: ClassVar[int] = MAX_SAMPLE_BYTES
 
     prompt: PromptBody

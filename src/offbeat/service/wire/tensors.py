@@ -41,12 +41,7 @@ class Tensor:
 
 
 def read_tensor(message: Mapping[str, Any], *, name: str, max_cells: int, max_width: int) -> Tensor:
-    """Parse a tensor message as a view of its bytes.
-
-    Args:
-        name: name of the tensor in errors.
-        max_cells: largest number of cells.
-        max_width: largest K of a tensor [N, K].
+    """Parse a tensor message, whose `name` errors tell, as a view of its bytes; `max_width` is the largest K of a tensor [N, K].
 
     Raises:
         BadRequestError: it is neither float32 nor int64, its parts do not fit each other, it is too large, or a value is not finite.
