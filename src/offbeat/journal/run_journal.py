@@ -4,17 +4,16 @@ Opened by `runs.assemble` and `spmd.rank`, in each process that draws data; writ
 never waits, and never raises. What each record means is in `records`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Self
 
 from offbeat.data.trajectory import Group
 from offbeat.errors import DataError
-from offbeat.journal.records import CallEntry, CheckpointKept, GroupEntry, JournalBegun, JournalHead, Record, RecordEntry, decode_record
-from offbeat.journal.segments import Reader, Segment, find
+from offbeat.journal.beginnings import find_beginnings
+from offbeat.journal.records import CallEntry, CheckpointKept, GroupEntry, JournalBegun, JournalHead, Record, RecordEntry
+from offbeat.journal.segments import Reader, find
 from offbeat.journal.standing import JournalStanding
 from offbeat.journal.writer import JournalWriter
 from offbeat.types import Tell
@@ -36,38 +35,9 @@ def begun_at_start(run_dir: Path) -> tuple[bytes, int] | None:
         StorageError: it cannot be read.
     """
     folder = folder_of(run_dir)
-    newest = next(_beginnings(find(folder), base=0), None)
+    newest = next(find_beginnings(find(folder), bases=(0,)), None)
     num_heads = 1 + sum(path.is_dir() for path in folder.glob("head-*"))
     return None if newest is None else (newest.begun.identity, num_heads)
-
-
-@dataclass(frozen=True)
-class _Beginning:
-    """Where a process has begun the journal.
-
-    Attributes:
-        segments: from there on.
-        is_whole: whether all that it had on hand is recorded; not so where it was killed meanwhile.
-        damage: why not, as a sentence, where no kill explains it; else "".
-    """
-
-    begun: JournalBegun
-    segments: list[Segment]
-    is_whole: bool
-    damage: str
-
-
-def _beginnings(segments: Sequence[Segment], *, base: int) -> Iterator[_Beginning]:
-    """Yield where the journal was begun at the checkpoint of step `base`, the newest first."""
-    for start in reversed([each.number for each in segments if each.base == base]):
-        following = [each for each in segments if each.number >= start]
-        reader = Reader(following)
-        records = iter(reader)
-        begun = next((decode_record(each.payload) for each in islice(records, 1)), None)
-        if isinstance(begun, JournalBegun):
-            is_whole = sum(1 for _ in islice(records, begun.num_held)) == begun.num_held
-            is_damaged = not is_whole and reader.cut is not None and not reader.cut.torn
-            yield _Beginning(begun, following, is_whole, reader.cut.reason if is_damaged and reader.cut is not None else "")
 
 
 class NoJournal:
@@ -165,7 +135,7 @@ class RunJournal(NoJournal):
             ConfigError: a newer Offbeat has written the journal.
             StorageError: it cannot be read.
         """
-        beginnings = list(_beginnings(find(self._folder), base=base))
+        beginnings = list(find_beginnings(find(self._folder), bases=(base,)))
         if not beginnings:
             return None
         # What a killed process had not recorded whole, the process before it has.

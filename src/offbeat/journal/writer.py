@@ -22,7 +22,8 @@ from typing import Protocol
 
 from offbeat.disk import make_folder, sync
 from offbeat.errors import describe
-from offbeat.journal.segments import FRAME_BYTES, HEADER_BYTES, find, first_of_process, frame, header, numbers, path_of
+from offbeat.journal.beginnings import first_needed
+from offbeat.journal.segments import FRAME_BYTES, HEADER_BYTES, first_of_process, frame, header, numbers, path_of
 from offbeat.types import Hook, Tell
 from offbeat.user_code.boundary import Caught
 
@@ -258,9 +259,8 @@ class _Files:
             os.fdatasync(self._file)
 
     def drop(self, oldest: int) -> None:
-        """Remove the segments before the last one whose base is `oldest` or an earlier step."""
-        segments = find(self._folder)
-        needed = max((each.number for each in segments if each.base is not None and each.base <= oldest), default=None)
+        """Remove the segments that no checkpoint from step `oldest` on needs."""
+        needed = first_needed(self._folder, oldest=oldest)
         for number in numbers(self._folder):
             if needed is not None and number < needed:
                 path_of(self._folder, number).unlink(missing_ok=True)
