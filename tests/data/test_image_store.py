@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from offbeat.data import wire
-from offbeat.data.image_store import FIRST_ID, ImageStore, find_images, find_pictures, image_positions, images_folder
+from offbeat.data.image_store import FIRST_ID, ImageStore, find_images, find_pictures, image_positions, images_folder, link_images
 from offbeat.errors import BusyError, DataError
 
 
@@ -34,6 +34,22 @@ def test_pictures_are_found_by_the_ids_of_a_sequence(tmp_path):
     found = find_pictures(tmp_path / "run", [5, shown.id, shown.id, 6, without.id, FIRST_ID])
     assert found == {shown.id: tmp_path / ".images" / f"{shown.id}.png"}
     assert found[shown.id].read_bytes() == b"PNG"
+
+
+def test_a_store_of_links_has_the_images_of_another_and_adds_to_its_own_alone(tmp_path):
+    image, store = add(tmp_path / "a"), ImageStore(tmp_path / "a", run="b")
+    store.note_source("key", image)
+    store.find_source("key")
+    before = {path: path.read_bytes() for path in (tmp_path / "a").iterdir()}
+    link_images(tmp_path / "a", into=tmp_path / "b")
+    linked = ImageStore(tmp_path / "b", run="b")
+    assert linked.find_source("key").digest == add(tmp_path / "b").digest == image.digest
+    other = add(tmp_path / "b", 1.0)
+    linked.note_source("key", other)
+    assert linked.find_source("key").id == other.id
+    assert {path: path.read_bytes() for path in (tmp_path / "a").iterdir()} == before
+    link_images(tmp_path / "none", into=tmp_path / "c")
+    assert not list((tmp_path / "c").iterdir())
 
 
 def test_other_pixels_under_an_id_are_refused(tmp_path):

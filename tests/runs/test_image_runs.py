@@ -53,6 +53,29 @@ def test_a_model_that_reads_images_is_taught_improved_resumed_and_exported(tmp_p
 
 
 @pytest.mark.drill
+def test_a_replay_reads_the_images_of_its_run_and_stores_none(tmp_path, capsys):
+    model, rows = make_folder(tmp_path / "model", "idefics3"), write_rows(tmp_path, 24)
+    arguments = [
+        "train", f"--model.path={model}", "--run.name=replay", "--run.total_steps=2", f"--run.dir={tmp_path / 'runs'}",
+        f"--data.path={rows}", "--data.heldout_size=4", "--evaluate.every_steps=0", "--rollout.max_new_tokens=4",
+        "--rollout.reward=exact_match", "--inference.max_context=128", "--rollout.group_size=4", "--rollout.consumer_batch_size=2",
+        "--checkpoint.journal_keep=all"]
+    assert main(arguments) == 0, capsys.readouterr().err
+    out = tmp_path / "out" / "again"
+    before = times_of_changes(tmp_path)
+    capsys.readouterr()
+    assert main(["replay", str(tmp_path / "runs" / "replay"), "--out", str(out)]) == 0
+    assert capsys.readouterr().out.count("equal (") == 2
+    assert {path: at for path, at in times_of_changes(tmp_path).items() if not path.is_relative_to(out)} == before
+    own = [path for path in (out / ".images").iterdir() if not path.is_symlink()]
+    assert [path.name for path in own] == ["replay.run"]
+
+
+def times_of_changes(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.drill
 @pytest.mark.parametrize(("command", "family"), [("dpo", "qwen3_vl"), ("reward-model", "gemma3")])
 def test_pairs_whose_prompts_have_images_are_learned_and_resumed(tmp_path, command, family, capsys):
     model, folder = make_folder(tmp_path / "model", family), tmp_path / "data"

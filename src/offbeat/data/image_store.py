@@ -27,6 +27,9 @@ FIRST_ID = 1 << 30
 SUFFIX, PICTURE, NOTES = ".image", ".png", ".run"
 """Ends of the names of files: of an image and of a small picture of it by its id, and of the ids that a run has used by the run's name."""
 
+_SOURCE = ".source"
+"""End of the names of files that have the id of the image that was made of a source."""
+
 _MOST_PROBES = 8
 """Ids that are tried where different images have the same."""
 _KEPT_BYTES = 1 << 28
@@ -142,7 +145,7 @@ class ImageStore:
     def find_source(self, key: str) -> StoredImage | None:
         """Return the image that was made of a source, which `note_source` has noted; None if there is none."""
         try:
-            image = self.get(int((self.folder / f"{key}.source").read_text()))
+            image = self.get(int((self.folder / f"{key}{_SOURCE}").read_text()))
         except (OSError, ValueError, DataError):
             return None
         self._note_use(image.id)
@@ -150,7 +153,7 @@ class ImageStore:
 
     def note_source(self, key: str, image: StoredImage) -> None:
         """Note which image was made of a source; raises StorageError."""
-        self._put(self.folder / f"{key}.source", str(image.id).encode())
+        self._put(self.folder / f"{key}{_SOURCE}", str(image.id).encode())
 
     def _note_use(self, image_id: int) -> None:
         """Note that the run uses an image, so that it is not pruned; raises StorageError."""
@@ -230,6 +233,21 @@ def read_notes(path: Path) -> set[int]:
 def images_folder(run_dir: Path) -> Path:
     """Return the folder of the images of a run: beside it, for all runs there, as a run's own folder may be moved."""
     return run_dir.absolute().parent / ".images"
+
+
+def link_images(folder: Path, *, into: Path) -> None:
+    """Make a folder with links to the images of another one, so that a store in it has these and writes none of them.
+
+    Raises:
+        StorageError: it cannot be made.
+    """
+    try:
+        into.mkdir(parents=True, exist_ok=True)
+        for entry in os.scandir(folder) if folder.is_dir() else ():
+            if entry.name.endswith((SUFFIX, PICTURE, _SOURCE)):
+                (into / entry.name).symlink_to(Path(entry).absolute())
+    except OSError as exc:
+        raise StorageError(f"images could not be linked into {into}: {exc.strerror}; free space or give another folder") from exc
 
 
 def is_image(tokens: np.ndarray) -> np.ndarray:

@@ -28,6 +28,7 @@ from offbeat.controller.state import SavedState
 from offbeat.controller.step_replay import Beginning, RecordedFiles, Replay, ReplayedStep
 from offbeat.data import wire
 from offbeat.data.identity import Identity
+from offbeat.data.image_store import images_folder, link_images
 from offbeat.disk import discard
 from offbeat.errors import ConfigError
 from offbeat.journal.history import JournalHistory, PastStep, read_history
@@ -105,6 +106,7 @@ def replay(
     folder = Path(tempfile.mkdtemp(prefix="offbeat-replay-")) if out is None else _new(out)
     try:
         own = _own_config(config, folder)
+        link_images(images_folder(run_dir), into=images_folder(own.run_dir))
         inputs = read_inputs(own)
         _check_inputs(inputs, plan.steps, run_dir)
         files = recorded_files(run_dir)
@@ -272,9 +274,9 @@ def _new(out: Path) -> Path:
 
 
 def _own_config(config: Config, folder: Path) -> Config:
-    """Return the settings of a run for its replay in another folder, with one engine, which takes each version whole."""
+    """Return the settings of a run for its replay below another folder, with one engine, which takes each version whole."""
     return load_config(None, [], values=config.model_dump() | {
-        "run": config.run.model_dump() | {"dir": str(folder.absolute().parent), "name": folder.name, "mode": "controller"},
+        "run": config.run.model_dump() | {"dir": str(folder.absolute()), "name": "replay", "mode": "controller"},
         "weights": config.weights.model_dump() | {"dir": "", "whole_every_versions": 1},
         "inference": config.inference.model_dump() | {"num_engines": 1, "min_engines": 1},
         "cluster": config.cluster.model_dump() | {"take_turns": False}})
