@@ -20,11 +20,7 @@ U = TypeVar("U")
 
 
 class HaltingClock:
-    """Deadlines that stand still together, while the awaited work is halted on purpose.
-
-    Attributes:
-        halted: whether they stand still.
-    """
+    """Deadlines that stand still together, while the awaited work is halted on purpose."""
 
     def __init__(self) -> None:
         self.halted = False
@@ -180,8 +176,7 @@ class SideThread:
 
         If the wait times out or is cancelled, the function still runs to its end and its result is dropped.
 
-        Args:
-            timeout_s: None for a function whose waits have their own deadlines.
+        Without `timeout_s`, the function's waits have deadlines of their own.
 
         Raises:
             DeadlineError: the function has not returned within `timeout_s` seconds.

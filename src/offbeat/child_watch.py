@@ -105,8 +105,7 @@ class ChildWatch:
     def look(self, pid: int, *, beat: tuple[float, str] | None) -> None:
         """Look at the process now.
 
-        Args:
-            beat: time.monotonic() and work of the child's last report, such as (1234.5, "'train_step' (backward)"); None without one.
+        `beat` is time.monotonic() and work of the child's last report, such as (1234.5, "'train_step' (backward)"); None without one.
         """
         now_s = time.monotonic()
         try:

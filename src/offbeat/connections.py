@@ -78,12 +78,7 @@ class Connections:
     def __init__(
         self, bounds: Bounds, *, is_exempt: IsExempt = lambda _: False, write_error: WriteRefusal = write_detail,
     ) -> None:
-        """Begin without connections.
-
-        Args:
-            is_exempt: whether an address may have any number of connections, such as "127.0.0.1".
-            write_error: writes the body of a refusal, as the server's other errors are written.
-        """
+        """`is_exempt` says whether an address may have any number of connections; `write_error` writes the body of a refusal."""
         self.bounds = bounds
         self.write_error = write_error
         self._is_exempt = is_exempt
@@ -145,7 +140,7 @@ class _Refused(Exception):  # noqa: N818 (it never leaves this module)
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol within bounds.
+    """uvicorn's protocol within bounds, as a `Connection`.
 
     Everything received since the parser last passed something on (a complete head, a piece of a body, an end) counts as held by it, which
     bounds trailers and the like, too.
@@ -166,7 +161,6 @@ class GuardedProtocol(HttpToolsProtocol):
     # -- the connection ----------------------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: Any) -> None:
-        """Called by asyncio when the connection is open."""
         super().connection_made(transport)
         self.address = address_of(self.client[0] if self.client else "")
         self._deadline = time.monotonic() + self._bounds.head_s
@@ -174,13 +168,11 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(503, "this server has as many connections as it can hold; try again later")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Called by asyncio when the connection is closed."""
         self._ended = True
         self._connections.leave(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Called by asyncio when data arrives."""
         if self._ended:
             return
         begins, self._held_bytes = self._held_bytes == 0, self._held_bytes + len(data)
@@ -191,7 +183,6 @@ class GuardedProtocol(HttpToolsProtocol):
             self._deadline = time.monotonic() + self._bounds.head_s
 
     def resume_writing(self) -> None:
-        """Called by asyncio when the write buffer has drained."""
         self._drained = True
         super().resume_writing()
 
@@ -200,12 +191,10 @@ class GuardedProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def close_idle(self) -> None:
-        """See `Connection`."""
         self._ended = True
         self.transport.close()
 
     def check(self, now: float) -> None:
-        """See `Connection`."""
         self._check_unsent(now)
         if self._deadline is None or now < self._deadline or self._is_answering:
             return
@@ -244,7 +233,6 @@ class GuardedProtocol(HttpToolsProtocol):
     # -- callbacks of the parser -------------------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        """Called by httptools when a request begins."""
         self._head_bytes = self._head_fields = 0
         self._in_head = True
         super().on_message_begin()
@@ -255,7 +243,6 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Called by httptools with a header field."""
         if self._in_body:
             return  # a trailer, which nobody reads and which must not be taken for a header field
         self._head_fields += 1
@@ -269,7 +256,6 @@ class GuardedProtocol(HttpToolsProtocol):
             raise _Refused
 
     def on_headers_complete(self) -> None:
-        """Called by httptools when the head is complete."""
         if len(self.pipeline) >= self._bounds.pipelined:
             self._refuse(400, f"at most {self._bounds.pipelined} requests may wait for the answer of another; wait for answers")
             raise _Refused
@@ -283,7 +269,6 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Called by httptools when the request is complete."""
         self._held_bytes, self._in_body = 0, False
         if not self._is_answering:  # its arrival has stopped uvicorn's own clock
             self._deadline = time.monotonic() + self.timeout_keep_alive

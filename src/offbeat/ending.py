@@ -48,7 +48,6 @@ class Threads(ThreadPoolExecutor):
         self._closed = False
 
     def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
-        """See `concurrent.futures.Executor.submit`."""
         future: Future[T] = Future()
 
         def job() -> None:
@@ -92,8 +91,7 @@ def run(main: Coroutine[Any, Any, T], *, tell: Tell = lambda text: print(f"offbe
 
     A background task of the user's that calls `sys.exit` does not end `main`.
 
-    Args:
-        tell: called with a sentence about tasks and threads that did not end, or a task that called `sys.exit`.
+    `tell` is called with a sentence about tasks and threads that did not end, or a task that called `sys.exit`.
     """
     loop, threads = asyncio.new_event_loop(), Threads()
     loop.set_default_executor(threads)

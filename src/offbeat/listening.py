@@ -47,9 +47,7 @@ class SlowBodyError(RefusedError):
 def bind(host: str, port: int, *, who: str, another: str = "another port") -> socket.socket:
     """Take an address, port 0 for a free one; connections are refused until a server listens there.
 
-    Args:
-        who: the server, such as "the engine", for messages.
-        another: the thing to choose instead, such as "another port", for messages.
+    `who`, such as "the engine", and `another`, the thing to choose instead, are for messages.
 
     Raises:
         PortBusyError: the address cannot be bound.
@@ -139,7 +137,6 @@ class GuestServer(BoundedServer):
         self.ready = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start listening, then set `ready`."""
         await super().startup(sockets)
         self.ready.set()
 

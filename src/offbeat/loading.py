@@ -20,7 +20,6 @@ class _Collector:
         self._was_enabled = False
 
     def rest(self) -> None:
-        """Let the collector rest."""
         with self._lock:
             if not self._num_resting:
                 self._was_enabled = gc.isenabled()

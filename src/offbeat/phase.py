@@ -16,7 +16,6 @@ from pathlib import Path
 _MAX_FRAMES = 12
 """Number of innermost stack frames shown in a verdict: enough to get from a library's internals back to the code that called it."""
 
-
 _MAX_NAMES = 4
 """Largest number of awaited peers that are named."""
 

@@ -25,12 +25,7 @@ _NUM_THREADS = 4
 
 
 def seal(folder: Path, step: int, state: bytes) -> bytes:
-    """Build the marker of a checkpoint whose files are all written.
-
-    Args:
-        folder: folder of the checkpoint, which is read completely.
-        step: optimizer step at which it was taken.
-        state: the controller's state, a JSON object.
+    """Build the marker of a checkpoint whose files are all written, which reads all of them; `state` is the controller's, a JSON object.
 
     Returns:
         A JSON object, such as {..., "format": 1, "step": 50, "files": {"ranks/__0_0.distcp": {"bytes": 2560, "sha256": "..."}},

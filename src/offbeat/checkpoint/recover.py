@@ -22,13 +22,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint.
-
-    Attributes:
-        step: optimizer steps done when it was taken.
-        folder: folder of the checkpoint.
-        payload: JSON object with the state that the controller gave to `CheckpointIndex.complete`.
-    """
+    """A complete checkpoint after `step` optimizer steps; `payload` is the controller's state, a JSON object."""
 
     step: int
     folder: Path
@@ -67,9 +61,6 @@ class CheckpointIndex:
 
     def complete(self, step: int, state: bytes) -> None:
         """Declare the checkpoint of `step` complete, atomically, once all of it is on disk. Reads every file for its checksum.
-
-        Args:
-            state: the controller's state, a JSON object.
 
         Raises:
             StorageError: the marker could not be written; earlier checkpoints are intact.

@@ -21,11 +21,7 @@ class BestModel:
         self._record = record
 
     def compare(self, evaluation: Evaluation, global_step: int) -> None:
-        """Compare an evaluation after a step with the best one.
-
-        Raises:
-            ConfigError: as `check_known`.
-        """
+        """Compare an evaluation after a step with the best one; raises as `check_known`."""
         check_known(evaluation, self._config.keep_best)
         if (value := evaluation.metrics().get(self._config.keep_best)) is not None:
             self._state.highlights = self._state.highlights.measured(self._config.keep_best, value, global_step=global_step)

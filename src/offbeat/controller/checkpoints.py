@@ -159,10 +159,6 @@ class RunCheckpoints:
         """Write the ranks' part, then the loop's, which declares the checkpoint complete. Waits until engines serve its version.
 
         Args:
-            global_step: steps done.
-            version: weights published.
-            head: where this process stands in its data.
-            highlights: of the steps done.
             coefficients: of the next step of reinforcement learning.
             unevaluated: statistics of the last step, if its evaluation is still to come; `amend` follows it.
             unproven: do not wait for engines, in a run that ends because of its engines.

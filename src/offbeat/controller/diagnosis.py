@@ -68,7 +68,6 @@ class Seen:
 
     @property
     def newest(self) -> Row:
-        """The newest step."""
         return self.rows[-1]
 
     def last(self, num: int) -> list[Row]:

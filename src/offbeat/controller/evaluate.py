@@ -40,13 +40,7 @@ class Evaluator:
         self, rollouts: Rollouts, rows: PromptDataset, config: EvaluateConfig, peers: LoopPeers, *, tokenizer: Tokenizer, name: str = "",
         metric: Metric | None = None,
     ) -> None:
-        """Prepare it; an evaluator of a set without rows is never due.
-
-        Args:
-            tokenizer: makes texts of answers.
-            metric: the set's own.
-            name: of the set; "" for the run's held-out prompts.
-        """
+        """`name` is the set's, "" for the run's held-out prompts; `metric` is its own. An evaluator of a set without rows is never due."""
         self._rollouts = rollouts
         self._config = config
         self._peers = peers
@@ -68,10 +62,7 @@ class Evaluator:
         return bool(self._rows) and (last or (every > 0 and global_step % every == 0))
 
     async def run(self, keep: Keep | None = None) -> Evaluation:
-        """Complete and score every prompt on the leader; all peers get the result.
-
-        Args:
-            keep: called with all answers, on the leader alone.
+        """Complete and score every prompt on the leader, which calls `keep` with all answers; all peers get the result.
 
         Raises:
             DeadlineError: it took longer than `evaluate.timeout_s`.
@@ -88,15 +79,10 @@ class Evaluator:
         return await self.score(played)
 
     async def score(self, played: EvaluatedSet) -> Evaluation:
-        """Return the scores of a set that `play` returned."""
         return await score(played, self._metric)
 
     async def play(self, on_prompt: OnPrompt = lambda _num_right, _num_answers: None) -> EvaluatedSet:
-        """Complete and score every prompt in this process; errors are those of `run`.
-
-        Args:
-            on_prompt: called when a prompt is scored, with the numbers of its right answers and of all.
-        """
+        """Complete and score every prompt in this process; errors are those of `run`."""
         config, name = self._config, self.name
         async with deadline(f"evaluation of {name}" if name else "evaluation", config.timeout_s):
             groups = await self._rollouts.rollout_batch(
@@ -183,11 +169,7 @@ class RunEvaluations:
 def make_evaluators(
     rollouts: Rollouts, source: RolloutSource, inputs: RunInputs, config: Config, peers: LoopPeers, *, log_dir: Path,
 ) -> tuple[Evaluator, ...]:
-    """Return the evaluators of the run's held-out prompts, which `rollouts` plays, and of each evaluation set.
-
-    Args:
-        log_dir: folder for the output of metrics' processes.
-    """
+    """Return the evaluators of the run's held-out prompts, which `rollouts` plays, and of each set; metrics' processes log to `log_dir`."""
     made = [Evaluator(
         rollouts, inputs.heldout, config.timed_evaluate, peers, tokenizer=inputs.tokenizer,
         metric=Metric.of(config.evaluate, config.rollout, log_dir=log_dir))]

@@ -144,10 +144,7 @@ def read_inputs(config: Config, *, trains: bool = True, supervised: bool = False
 def open_mixed(
     config: Config, base: Base, *, supervised: bool, refused: list[str],
 ) -> tuple[PromptDataset, PromptDataset]:
-    """Open the prompts that [data] names, or its sets as a mixture.
-
-    Args:
-        refused: as in `open_datasets`.
+    """Open the prompts that [data] names, or its sets as a mixture; `refused` is as in `open_datasets`.
 
     Returns:
         Rows to train on, and held-out ones; held-out rows of sets follow each other in the sets' order.
@@ -323,9 +320,7 @@ def check_prompts(
 ) -> None:
     """Refuse prompts that are too long, and limits that they, or prompts of the allowed length, would break during a run.
 
-    Args:
-        context: the engines' longest sequence, in tokens.
-        trains: whether rollouts must fit into micro-batches.
+    `context` is the engines' longest sequence, in tokens; `trains` says whether rollouts must fit into micro-batches.
 
     Raises:
         DataError: a prompt is too long for the context.
@@ -399,8 +394,7 @@ def image_reader(config: Config, model: str, store: ImageStore) -> ImageReader |
 def write_tokenizer(inputs: "RunInputs", run_dir: Path, *, writes: bool = True) -> str:
     """Return the folder of the tokenizer to export: the model's, or one of the run's with the template of `data.chat_template`.
 
-    Args:
-        writes: whether this process writes the run's folder; of ranks that run the loop together, the one that exports does.
+    It is written if `writes`: of ranks that run the loop together, the one that exports does.
     """
     if not inputs.tokenizer.has_own_template:
         return inputs.tokenizer_folder

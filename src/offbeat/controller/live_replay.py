@@ -50,12 +50,7 @@ class LiveStep:
 
 @dataclass(frozen=True)
 class LiveEngines:
-    """An engine that takes the versions of a replay.
-
-    Attributes:
-        publisher: brings a version to it.
-        generate: samples with it.
-    """
+    """An engine that takes the versions of a replay, and samples with each."""
 
     publisher: Publishing
     generate: Generate
@@ -63,13 +58,7 @@ class LiveEngines:
 
 @dataclass(frozen=True)
 class ComparedSpan:
-    """A span and what an engine has sampled in its place.
-
-    Attributes:
-        num_equal: number of equal tokens.
-        gap: largest difference of their log-probabilities, in nats.
-        is_equal: whether all are.
-    """
+    """A span and what an engine has sampled in its place; `gap` is the largest difference of equal tokens' log-probabilities, in nats."""
 
     span: RecordedSpan
     sampled: Sample
@@ -102,8 +91,7 @@ class LiveReplay:
     async def take_version(self, version: Version, *, step: int, changed: str = "") -> None:
         """Bring the weights of the ranks to the engine as a version, with which `step` begins, and generate what it has sampled.
 
-        Args:
-            changed: the first difference of the step that made this version, as a sentence; "" if there is none.
+        `changed` is the first difference of the step that made this version, as a sentence; "" if there is none.
         """
         await self._engines.publisher.publish(version, on_served=_served)
         await self._engines.publisher.settle()
@@ -191,7 +179,6 @@ def reason_of(found: ComparedSpan, *, was: int, now: float | None, config: Confi
     Args:
         was: the recorded token.
         now: its log-probability to the engine of the replay; None if it is not among the 20 likeliest that can be drawn.
-        config: of the run.
     """
     span, at, inference = found.span, found.span.num_begun + found.num_equal, config.inference
     before = float(span.logprobs[at])

@@ -262,8 +262,7 @@ class _Training:
     ) -> _Done:
         """Bring a step that is trained into the journal with its statistics, and store its rollouts.
 
-        Args:
-            stats: the metrics of its training, and the statistics of this process's groups.
+        `stats` are the metrics of its training, and the statistics of this process's groups.
         """
         trained, own = stats
         done = _Done(groups, scored.batch.with_columns(**scored.known), await self._measure(trained, scored, own, rollouts))

@@ -22,10 +22,7 @@ _TIMEOUT_S = 120.0
 
 
 def check_own_code(algorithm: AlgorithmConfig) -> list[str]:
-    """Call each function of the user's own that [algorithm] names on made-up samples.
-
-    Returns:
-        A line on each function.
+    """Call each function of the user's own that [algorithm] names on made-up samples, and return a line on each.
 
     Raises:
         CodeError: a function failed; says why in one sentence.

@@ -36,8 +36,7 @@ class Publishing(Protocol):
     async def publish(self, version: Version, *, on_served: OnServed) -> None:
         """Write the weights as `version`, and let every healthy engine come to it. Engines may still be loading it when this returns.
 
-        Args:
-            on_served: called with the report when engines serve the version, in the order of versions; never on ranks without rollouts.
+        `on_served` is called with the report when engines serve the version, in the order of versions; never on ranks without rollouts.
         """
         ...
 
@@ -69,13 +68,12 @@ class DeviceTurns(Protocol):
 
 
 class NoTurns:
-    """Engines and ranks compute at the same time."""
+    """The `DeviceTurns` of engines and ranks that compute at the same time."""
 
     async def to_ranks(self, publisher: Settling) -> None:
         """See `DeviceTurns.to_ranks`."""
 
     def take_metrics(self) -> dict[str, float]:
-        """See `DeviceTurns.take_metrics`."""
         return {}
 
 
@@ -135,8 +133,7 @@ class RolloutSource(Protocol):
     def rollouts(self, stream: PromptStream, *, version: Version, last_version: Version, num_flat_rejected: int = 0) -> Rollouts:
         """Return the rollouts that feed the training steps from `version` to `last_version`.
 
-        Args:
-            num_flat_rejected: groups that dynamic sampling has rejected already for the first of these steps.
+        `num_flat_rejected` are the groups that dynamic sampling has rejected already for the first of these steps.
         """
         ...
 
@@ -177,25 +174,21 @@ class LoopPeers(Protocol):
 
 
 class SingleProcess:
-    """The peers of a controller: none. It has no device and no group, so there is nothing to wait for."""
+    """The `LoopPeers` of a controller: none. It has no device and no group, so there is nothing to wait for."""
 
     async def lead(self, name: str, work: Callable[[], Awaitable[T]], kind: Any) -> T:  # noqa: ARG002
-        """See `LoopPeers.lead`."""
         return await work()
 
     async def gather(self, name: str, value: T) -> list[T]:  # noqa: ARG002
-        """See `LoopPeers.gather`."""
         return [value]
 
     async def meet(self, name: str) -> None:
         """See `LoopPeers.meet`."""
 
     async def all_ready(self, name: str, work: Callable[[], Awaitable[T | None]]) -> T | None:  # noqa: ARG002
-        """See `LoopPeers.all_ready`."""
         return await work()
 
     def have_heard(self, error: BaseException) -> bool:  # noqa: ARG002
-        """See `LoopPeers.have_heard`."""
         return True
 
 
@@ -209,9 +202,6 @@ class RunParts:
         num_heads: number of processes that draw data and roll out.
         head: index of the head whose data this process continues with; 0 if it draws none.
         critic: the same ranks as trainers of the critic, if the algorithm has one.
-        teacher: scores batches; None where the algorithm has none.
-        turns: whether engines sleep while ranks compute.
-        journal: records what this process generates and does.
     """
 
     config: Config

@@ -45,11 +45,7 @@ class Text:
 
 @dataclass(frozen=True)
 class ShownRow:
-    """A row, where it comes from, its texts, and the answer and columns that rewards are given.
-
-    Attributes:
-        pictures: paths of small pictures of its images.
-    """
+    """A row, where it comes from, its texts, the answer and columns that rewards are given, and paths of small pictures of its images."""
 
     where: str
     texts: tuple[Text, ...]
@@ -83,10 +79,7 @@ class Preview:
 
 
 def preview(config: Config, kind: TrainingKind, *, count: int) -> Preview:
-    """Read the data of a configuration as training of a kind would, and make tokens of its first rows.
-
-    Args:
-        count: number of rows to show.
+    """Read the data of a configuration as training of a kind would, and make tokens of its first rows, of which `count` are shown.
 
     Raises:
         UserError: model, tokenizer or data cannot be read; rows that cannot be used are told instead.

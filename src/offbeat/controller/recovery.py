@@ -102,7 +102,6 @@ class StepRecovery:
         return Recovered(_follow(saved, states, heads), held, num_steps, begins)
 
     def _beginning(self, state: RunState) -> SavedState:
-        """Return where a run without a checkpoint begins."""
         heads = (HeadState(self._stream.state(), ()),) * self._parts.num_heads
         return SavedState(0, state.version, heads, state.highlights, self._parts.inputs.identity)
 

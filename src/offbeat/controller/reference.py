@@ -96,12 +96,11 @@ async def open_reference(
 ) -> Reference:
     """Read the reference of an earlier start, or compute it now; every rank calls it, before the initial weights change.
 
+    Raises as `ReferenceFile.read_reference`.
+
     Args:
         chunk: number of rows that are scored in one call.
         draws: whether this process draws data, and so needs the result.
-
-    Raises:
-        ConfigError: as `ReferenceFile.read_reference`.
     """
     nothing = Reference(np.zeros(0, np.float32), np.zeros(1, np.int64))
     found: list[Reference | None] = []

@@ -29,7 +29,6 @@ class Rescue:
     def __init__(
         self, parts: RunParts, state: RunState, stream: PromptStream, checkpoints: RunCheckpoints, coefficients: Coefficients,
     ) -> None:
-        """`stream` is where the rollouts draw their prompts from."""
         self._parts = parts
         self._state = state
         self._stream = stream

@@ -38,11 +38,7 @@ def best_and_worst(step: int, groups: Sequence[Group], tokenizer: Tokenizer) -> 
 
 def sample_table(groups: Sequence[Group], rows: Sequence[Row], pieces: Pieces) -> SampleTable:
     """Return 16 samples of a step, or all if there are fewer: the one with the largest reward, the one with the smallest, and others evenly
-    between them, in this order; those without a reward come last.
-
-    Args:
-        groups: the groups that the step trains on.
-        rows: the rows of their prompts, one per group.
+    between them, in this order; those without a reward come last. `rows` are those of the groups' prompts.
     """
     played = [(group, row, t) for group, row in zip(groups, rows, strict=True) for t in group.trajectories]
     played.sort(key=lambda one: one[2].reward if math.isfinite(one[2].reward) else -math.inf, reverse=True)

@@ -40,13 +40,7 @@ class ScoredBatch:
 async def score_batch(
     batch: Batch, parts: RunParts, config: AlgorithmConfig, *, seed: int, row_of: RowOf,
 ) -> ScoredBatch:
-    """Add what its training step reads to a batch of `make_batch`.
-
-    Args:
-        config: settings of this step.
-        seed: seed of random choices of tokens.
-        row_of: returns the row of a group id.
-    """
+    """Add what its training step reads to a batch of `make_batch`; `config` is of this step, and `seed` of random choices of tokens."""
     scores: dict[str, np.ndarray] = {}
     stats, trainers = StatsPart(), parts.trainers
     if config.compares_reference:

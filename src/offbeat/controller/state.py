@@ -28,17 +28,12 @@ class LoopStep:
     next_version: Version
 
     def following(self) -> "LoopStep":
-        """Return the step after this one."""
         return LoopStep(self.global_step + 1, self.next_version, self.next_version + 1)
 
 
 @dataclass(frozen=True)
 class SetHighlights:
-    """Accuracy on an evaluation set before the first step and at the last evaluation after one; None without such an evaluation.
-
-    Attributes:
-        after_step: steps done at that last evaluation.
-    """
+    """Accuracy on an evaluation set before the first step and at the last evaluation, after `after_step` steps; None without one."""
 
     before: float | None = None
     after: float | None = None
@@ -47,12 +42,7 @@ class SetHighlights:
 
 @dataclass(frozen=True)
 class Best:
-    """The evaluation with the largest value of the metric that `evaluate.keep_best` names.
-
-    Attributes:
-        global_step: steps done then.
-        num_since: evaluations after it.
-    """
+    """The evaluation with the largest value of the metric that `evaluate.keep_best` names, and the number of those after it."""
 
     metric: str
     value: float
@@ -129,7 +119,6 @@ class HeadState:
     """Where a process that draws data stood.
 
     Attributes:
-        stream: its prompt stream.
         in_flight: ids of prompts drawn and neither trained on nor rejected; drawn again first.
         num_flat_rejected: groups that dynamic sampling has rejected for the next step.
     """
@@ -147,7 +136,6 @@ class SavedState:
         global_step: steps done.
         version: weights published.
         heads: one per process that draws data; one in single-controller mode.
-        highlights: key figures of the steps done.
         identity: digests of settings, data, model and code; None if an older version wrote it.
         coefficients: of the next step; None if an older version wrote it, or supervised fine-tuning.
         unevaluated: statistics of the last step, if it was saved before its evaluation, where None is not finite. A run that goes on
@@ -179,7 +167,6 @@ class RunState:
         stopping: whether the present step is the last because the user said so; the same on all peers.
         finishing: whether the last step is trained, so that its evaluation, export and checkpoint are all that is left.
         saving: whether the present step has to be saved because the last checkpoint is long ago; the same on all peers.
-        highlights: key figures of the steps done.
         unevaluated: statistics of a step that is done but neither evaluated nor committed as a row, such as {"train/loss": 0.02}; None
             stands for a value that is not finite.
     """

@@ -90,8 +90,7 @@ class Beginning:
     """Where a replay begins: with a checkpoint of the run, or the initial model and its warm-up.
 
     Attributes:
-        folder: the checkpoint; None for the initial model.
-        saved: its state.
+        folder, saved: the checkpoint and its state; None for the initial model.
         warm_up_steps: supervised steps before the first step, where it begins with the initial model.
     """
 

@@ -58,8 +58,6 @@ class Lesson(ABC):
     Attributes:
         kind: its row in the table of kinds.
         standalone: whether the run keeps its metrics and exports the model; a warm-up leaves both to reinforcement learning.
-        config: its section of the settings.
-        dataset: rows to train on.
     """
 
     kind: ClassVar[TrainingKind]
@@ -266,9 +264,7 @@ class _Teaching:
     async def _end_step(self, stats: dict[str, float], *, is_saved: bool, is_due: bool = False) -> None:
         """Evaluate a step if that is due, commit its row, export, and save or amend its checkpoint.
 
-        Args:
-            is_saved: whether there is a checkpoint of the step, from before its evaluation.
-            is_due: whether one is due.
+        `is_saved` says whether there is a checkpoint of the step, from before its evaluation, and `is_due` whether one is due.
         """
         parts, lesson, start = self._parts, self._lesson, time.monotonic()
         self._state.finishing = lesson.standalone and self._step == lesson.config.total_steps

@@ -54,7 +54,6 @@ class RankTeacher:
         self._top_k = top_k
 
     async def score(self, batch: Batch, row_of: RowOf) -> TeacherScores:  # noqa: ARG002
-        """See `Teacher.score`."""
         columns = (await self._trainers.score(batch)).columns
         nothing = np.zeros((batch.num_targets, 0), np.float32)
         tokens, logprobs = (
@@ -141,12 +140,7 @@ def _letters(text: str) -> str:
 
 @dataclass(frozen=True)
 class Contexts:
-    """How the teacher sees a prompt: with its answer.
-
-    Attributes:
-        template: see `TeacherConfig.template`.
-        max_tokens: number of tokens that a context and an answer may have together.
-    """
+    """How the teacher sees a prompt: with its answer; a context and an answer may have `max_tokens` tokens together."""
 
     tokenizer: Tokenizer
     data: DataConfig

@@ -32,8 +32,7 @@ def choose_templates(config: Config, *, was: Mapping[str, Any] = _NOTHING) -> tu
 
     The table of a set whose prompts stay plain is not changed.
 
-    Args:
-        was: settings of the checkpoint that a run goes on from, by "section.key", if there is one.
+    `was` has the settings of the checkpoint that a run goes on from, by "section.key", if there is one.
 
     Raises:
         ModelError: the model or its tokenizer cannot be read.

@@ -59,15 +59,7 @@ class AdapterCache:
         timeout_s: time for one engine to load and prove one adapter.
     """
 
-    def __init__(
-        self,
-        pool: EnginePool,
-        *,
-        capacity: int,
-        judge: ProofJudge,
-        timeout_s: float,
-        keep: int = 2,
-    ) -> None:
+    def __init__(self, pool: EnginePool, *, capacity: int, judge: ProofJudge, timeout_s: float, keep: int = 2) -> None:
         """Begin with engines that hold no adapters.
 
         Args:
@@ -302,8 +294,7 @@ class AdapterCache:
     async def install(self, engine: EngineControl, manifest: Manifest, *, patience_s: float = 0.0) -> Installed:
         """Load an adapter on an engine and prove it, unless the engine holds it already.
 
-        Args:
-            patience_s: time for which a full engine is asked again.
+        `patience_s` is the time for which a full engine is asked again.
 
         Raises:
             BusyError: its adapters stayed in use; RefusedError: it takes no such adapter; ProofError: it samples from other weights.

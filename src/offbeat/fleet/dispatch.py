@@ -32,27 +32,13 @@ _TRIES_PER_ENGINE = 3
 
 
 class Dispatcher:
-    """Sends generation and scoring to the engines of a pool.
-
-    Attributes:
-        pool: the engines.
-        generated_tokens: number of tokens in all answers since the start.
-    """
+    """Sends generation and scoring to the engines of a pool; `generated_tokens` counts the tokens of all answers since the start."""
 
     def __init__(
-        self,
-        pool: EnginePool,
-        *,
-        request_timeout_s: float,
-        token_timeout_s: float = 0.0,
-        adapters: AdapterCache | None = None,
+        self, pool: EnginePool, *, request_timeout_s: float, token_timeout_s: float = 0.0, adapters: AdapterCache | None = None,
     ) -> None:
-        """Send requests to the engines of `pool`.
-
-        Args:
-            request_timeout_s: time for one engine to answer a request.
-            token_timeout_s: time for each token that it may generate, where that is more in total.
-            adapters: the adapters on the engines; None where requests only go to whole models.
+        """An engine has `request_timeout_s` to answer a request, or `token_timeout_s` for each token that it may generate, where that is
+        more in total. Without `adapters`, requests only go to whole models.
         """
         self.pool = pool
         self.generated_tokens = 0
@@ -170,8 +156,6 @@ class Failures:
     Attributes:
         limit: number of failures after which the request is given up.
         stints: stretches of service in which an engine failed the request; an engine that has healed since may be asked again.
-        error: the last failure.
-        count: number of failures.
     """
 
     limit: int
@@ -187,11 +171,7 @@ class Failures:
 
 
 class _Request(Protocol[T]):
-    """A request that any engine can answer.
-
-    Attributes:
-        cost: tokens to compute, at most.
-    """
+    """A request that any engine can answer; `cost` is the number of tokens to compute, at most."""
 
     @property
     def cost(self) -> int: ...
@@ -200,9 +180,7 @@ class _Request(Protocol[T]):
         """Ask an engine, with an adapter's name or ""."""
         ...
 
-    def newest(self, answer: T) -> Version:
-        """Return the newest version in an answer."""
-        ...
+    def newest(self, answer: T) -> Version: ...
 
     def asks(self, member: Member) -> None:
         """Take note of the engine that is asked, without an adapter."""

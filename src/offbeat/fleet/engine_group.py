@@ -80,8 +80,7 @@ class EngineGroup:
     async def start(cls, launcher: Launcher, config: EngineConfig, *, log_dir: Path, publishes: bool = True) -> "EngineGroup":
         """Start the processes; they serve nothing before `serve`.
 
-        Args:
-            publishes: whether weights or adapters will be published to them; engines by URL then have to belong to the run.
+        `publishes` says whether weights or adapters will be published to them; engines by URL then have to belong to the run.
 
         Raises:
             ConfigError: the environment of another make of engine does not exist.

@@ -37,17 +37,7 @@ Reload = Callable[[EngineClient], Awaitable[Version | None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """Engines in service.
-
-    Attributes:
-        engines: the processes that this run has started; empty where it only uses engines that others have started.
-        pool: the standing of each engine.
-        adapters: the adapters on the engines.
-        dispatcher: sends requests to the engines.
-        publisher: brings versions of adapters to the engines.
-        judge: decides whether an engine's proof is believed.
-        addresses: where they are, and how to call them.
-    """
+    """Engines in service; `engines` has the processes that this run has started, none where it only uses engines of others."""
 
     engines: EngineGroup
     pool: EnginePool

@@ -31,15 +31,9 @@ class Healer:
     """Probes and heals every engine of a pool, each in a task of its own."""
 
     def __init__(
-        self,
-        pool: EnginePool,
-        *,
-        reload: Callable[[EngineClient], Awaitable[Version | None]],
-        restart: Callable[[str], Awaitable[str]] | None = None,
-        probe_interval_s: float,
-        probe_timeout_s: float,
-        max_backoff_s: float = _MAX_BACKOFF_S,
-        listener: FleetListener | None = None,
+        self, pool: EnginePool, *, reload: Callable[[EngineClient], Awaitable[Version | None]],
+        restart: Callable[[str], Awaitable[str]] | None = None, probe_interval_s: float, probe_timeout_s: float,
+        max_backoff_s: float = _MAX_BACKOFF_S, listener: FleetListener | None = None,
     ) -> None:
         """Prepare to look after all engines of the pool.
 

@@ -17,9 +17,7 @@ _FILE = "owner.json"
 def begin_start(run_dir: Path, *, exclusive: bool) -> str:
     """Count a start of the run, and return its header `engine.inside.owners.HEADER`, for example "math-4f1c09 2 exclusive".
 
-    Args:
-        run_dir: the run's folder; the caller holds its lock.
-        exclusive: whether the run publishes whole weights, so that no other may use its engines.
+    The caller holds the folder's lock. An `exclusive` run publishes whole weights, so that no other may use its engines.
 
     Raises:
         StorageError: the file cannot be read or written.

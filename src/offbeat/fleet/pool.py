@@ -45,22 +45,14 @@ class EnginePool:
     """
 
     def __init__(
-        self,
-        clients: Iterable[EngineClient],
-        *,
-        probe_timeout_s: float = 5.0,
-        min_engines: int = 1,
-        heal_timeout_s: float = 0.0,
-        listener: FleetListener | None = None,
-        clock: HaltingClock | None = None,
-        processes: ProcessTimes | None = None,
+        self, clients: Iterable[EngineClient], *, probe_timeout_s: float = 5.0, min_engines: int = 1, heal_timeout_s: float = 0.0,
+        listener: FleetListener | None = None, clock: HaltingClock | None = None, processes: ProcessTimes | None = None,
     ) -> None:
         """Begin with all engines unproven.
 
         Args:
             probe_timeout_s: time for an engine to answer that it is well.
             heal_timeout_s: longest wait of a request or a publish for engines; 0 where nobody heals them.
-            listener: hears what happens to the engines; None for nobody.
             clock: clock that also counts the time of the clients' requests; None for the pool's own.
             processes: tells whether an engine that is late computes; None where that is not known.
         """

@@ -129,10 +129,7 @@ class WeightsPublisher(Fanouts):
     """Brings whole weights to engines, each at its own pace: it stages them, switches, proves them, and serves them from then on.
 
     An engine that is still at work on a version when newer ones are there goes on with the newest. A publish succeeds while `min_engines`
-    of the pool serve, or do once healed by `bring`.
-
-    Attributes:
-        current: the newest version that was written, which a healed engine has to serve.
+    of the pool serve, or do once healed by `bring` to `current`, the newest version that was written.
     """
 
     current: Manifest | None = None
@@ -141,14 +138,8 @@ class WeightsPublisher(Fanouts):
         self, pool: EnginePool, channel: Channel, config: WeightsConfig, *, judge: ProofJudge, release: Release = release_nobody,
         waits: bool = False, on_written: OnWritten = wake_nobody,
     ) -> None:
-        """Publish to the engines of a pool.
-
-        Args:
-            judge: decides whether an engine's proof is believed.
-            release: lets the ranks go on that wait for this process.
-            waits: whether `publish` returns only when engines serve the version, and `release` passes on the report, for ranks that roll
-                out, too.
-            on_written: begins the engines' turn, where they take turns with the ranks.
+        """Publish to the engines of a pool. If it `waits`, `publish` returns only when engines serve the version, and `release` passes on
+        the report, for ranks that roll out, too.
         """
         super().__init__()
         self._pool = pool
@@ -277,12 +268,7 @@ class WeightsPublisher(Fanouts):
 
 
 class _TakingError(Exception):
-    """An engine failed to take a version.
-
-    Attributes:
-        cause: the failure.
-        may_be_gone: whether that may be because the version is not there any more.
-    """
+    """An engine failed to take a version; `may_be_gone` says whether that may be because the version is not there any more."""
 
     def __init__(self, doing: str, cause: OffbeatError) -> None:
         super().__init__(f"{doing} failed: {cause}")
@@ -306,8 +292,7 @@ class AdapterPublisher:
 
         Older versions are unloaded when their last requests are done.
 
-        Args:
-            pinned: pin the version as `AdapterCache.pin` does; it may then be older than others of its adapter.
+        A `pinned` version is pinned as `AdapterCache.pin` does; it may then be older than others of its adapter.
 
         Raises:
             PublishError: no engine serves it, and none heals in time; gives each engine's reason. The adapter's older versions, and all

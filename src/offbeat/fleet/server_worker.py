@@ -26,14 +26,7 @@ _PROBE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class ServerStart:
-    """Start a server process that takes --host and --port, and wait until its /health answers.
-
-    Attributes:
-        command: program and arguments.
-        env: environment variables added to the worker's, the key among them.
-        timeout_s: seconds within which it must answer.
-        key: the key that the server requires; empty for none.
-    """
+    """Start a server process that takes --host and --port, with `env` added to the worker's, and wait until its /health answers."""
 
     command: tuple[str, ...]
     env: dict[str, str] = field(repr=False)

@@ -19,9 +19,6 @@ def server_command(
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return the command (without its address) and the environment variables of one server of kind `inference.engine`.
 
-    Args:
-        key: key that the server is to require.
-
     Raises:
         ConfigError: the environment does not exist, or the engine cannot serve this rank.
     """

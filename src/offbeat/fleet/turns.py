@@ -41,12 +41,8 @@ class EngineTurns:
     def __init__(
         self, pool: EnginePool, record: RunRecord, *, engines: EngineProcesses, keep_weights: bool, timeout_s: float,
     ) -> None:
-        """Begin with the engines' turn.
-
-        Args:
-            engines: their processes.
-            keep_weights: whether engines need their present weights when they go on; otherwise they drop them.
-            timeout_s: time for an engine to fall asleep, or to bring its weights back.
+        """Begin with the engines' turn. Engines that do not `keep_weights` drop them, as they need others when they go on. `timeout_s` is
+        for an engine to fall asleep, or to bring its weights back.
         """
         self._pool = pool
         self._record = record

@@ -63,13 +63,7 @@ class ChildSpec:
 
 
 class Child:
-    """The parent's end of one child process.
-
-    Attributes:
-        name: the name shown to people.
-        host: address on which the child's servers listen; children run on this machine.
-        disk: None, because the child sees this process's files.
-    """
+    """The parent's end of one child process, on this machine: it sees this process's files, so it has no `disk`."""
 
     host = "127.0.0.1"
     disk = None
@@ -172,8 +166,7 @@ class Child:
     async def call_each(self, method: str, payloads: Sequence[bytes], *, timeout_s: float) -> AsyncIterator[bytes]:
         """Send all calls at once and yield their answers in order.
 
-        Args:
-            timeout_s: limit for each answer, counted from the previous one.
+        `timeout_s` is for each answer, counted from the previous one.
 
         Raises:
             WorkerError, DeathError, DeadlineError: as in `call`; the calls behind the failed one continue in the child.

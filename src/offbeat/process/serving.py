@@ -74,7 +74,7 @@ def thread_stacks() -> str:
 
 
 class _Server:
-    """The child's end of the socket pair."""
+    """The child's end of the socket pair, and its `Lifeline`."""
 
     def __init__(self, name: str, connection: socket.socket) -> None:
         self._name = name
@@ -102,11 +102,9 @@ class _Server:
             self._work(handler)
 
     def beat(self, text: str) -> None:
-        """See `Lifeline.beat`."""
         self._frame(BEAT, 0, text.encode())
 
     def give_up(self, error: Exception) -> None:
-        """See `Lifeline.give_up`."""
         self._end_call(self._failure(error))
 
     def _work(self, handler: Handler) -> None:

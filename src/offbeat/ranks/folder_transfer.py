@@ -73,9 +73,7 @@ class FolderTransfer:
     ) -> AsyncIterator[list[Any]]:
         """Yield the requests with each rank's own paths; the body makes the call.
 
-        Args:
-            requests: one for each worker; all name the same folders.
-            timeout_s: time for each of sending and fetching.
+        All `requests`, one for each worker, name the same folders. `timeout_s` is for each of sending and fetching.
 
         Raises:
             StorageError: a disk fails, or a file has not come as it was sent. WorkerError, DeathError: a machine is gone.

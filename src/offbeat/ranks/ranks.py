@@ -67,9 +67,6 @@ class Ranks(Protocol):
     async def score(self, method: str, batch: Batch, *, of: Policy, with_entropy: bool, timeout_s: float) -> list[ScoredShare]:
         """Score this process's batch, spread as a training step is; see `Sharder.score_shares`.
 
-        Args:
-            method: as for `call`.
-
         Returns:
             Scored shares that make up `batch`, at least one, which may be empty.
         """
@@ -123,7 +120,6 @@ class WorkerRanks:
 
     @property
     def alive(self) -> bool:
-        """Whether calls can succeed."""
         return not self._failed and all(worker.alive for worker in self._workers)
 
     @property
@@ -139,8 +135,7 @@ class WorkerRanks:
     async def restart(self, *, on_gone: Callable[[], None]) -> None:
         """End all ranks at once, hanging ones too, and start new ones. Calls in flight fail.
 
-        Args:
-            on_gone: called when the ranks' memory is gone.
+        `on_gone` is called when the ranks' memory is gone.
 
         Raises:
             WorkerError, DeathError, DeadlineError: they do not start; may be called again.
@@ -191,7 +186,6 @@ async def start_ranks(
     Args:
         model: folder or hub id of the initial weights.
         build: how rank 0 first builds them; None if they exist.
-        trains: kind of model to train, "policy" or another `Trainee`.
         may_load: set as soon as engines may load the model, too: when it is built, and on shared devices when the ranks have loaded it,
             because an engine's cache takes what they leave free.
     """

@@ -79,7 +79,6 @@ class Sharder:
 
         Args:
             batch: may be empty; a rank without sequences gets empty micro-batches.
-            params: settings of each optimizer step.
             num_minibatches: number of optimizer steps; fewer if there are fewer groups.
             seed: seed of the deal into minibatches.
             ahead: whether this is the step after the one in training, which is observed before this one.
@@ -99,11 +98,6 @@ class Sharder:
 
     def score_shares(self, batch: Batch, *, of: Policy, with_entropy: bool) -> list[ScoreShare]:
         """Return every rank's share of a batch that is scored, in the micro-batches that a training step of one minibatch has.
-
-        Args:
-            batch: may be empty.
-            of: the policy that scores.
-            with_entropy: whether entropies are wanted, too.
 
         Raises:
             DataError: a single sequence, or a group that must stay whole, exceeds the budget.

@@ -127,7 +127,6 @@ class Trainers:
 
         Args:
             batch: as for `train_step`, which sees the same log-probabilities of the policy if it makes one update.
-            with_entropy: whether to give entropies, too.
 
         Returns:
             Scores of the M targets, [M] float32 each, in the order of the batch; see `TargetScores`.
@@ -188,7 +187,6 @@ class Trainers:
             raise
 
     async def remove(self, name: str) -> None:
-        """Remove an adapter."""
         await self._all("remove", AdapterNames((name,)), NoneType)
         self.steps.pop(name, None)
 
@@ -278,7 +276,6 @@ class Trainers:
         return answer
 
     def _name(self, method: str) -> str:
-        """Return the name of a method of this part's trainer."""
         return f"{self._part}.{method}" if self._part else method
 
 

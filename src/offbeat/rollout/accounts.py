@@ -52,7 +52,6 @@ class Account:
     """Where the time of one episode goes. Use as `with` while it is played.
 
     Attributes:
-        settle: called at the end, with False if the episode raised or was cancelled.
         most_stretches: largest number of `stretches` that are kept.
         seconds: seconds of each activity, such as {"model": 3.2, "tool": 0.8}; they add up to the episode's duration.
         num_calls: calls of the model.
@@ -105,11 +104,7 @@ class Account:
 
 
 class Accounts:
-    """The accounts and the measurements of all episodes between two steps.
-
-    Attributes:
-        measures: adds up measurements of programs.
-    """
+    """The accounts and the measurements of all episodes between two steps; `measures` adds up measurements of programs."""
 
     def __init__(
         self, on_span: OnSpan | None = None, *, tell: Tell = lambda _text: None,

@@ -58,8 +58,7 @@ class TrajectoryBuilder:
     def generated(self, sample: Sample, *, order: int = 0) -> Self:
         """Add a sample that continues `tokens`; it ends a turn.
 
-        Args:
-            order: see `TurnEnd.order`; for episodes of several trajectories that were played in turns.
+        `order` is `TurnEnd.order`, for episodes of several trajectories that were played in turns.
         """
         self._add(sample.tokens, np.ones(len(sample.tokens), np.bool_), sample.token_logprobs, sample.token_versions)
         if sample.routes is not None and (routes := sample.routes[self._num_routed : len(self)]).size:

@@ -62,7 +62,6 @@ class _WatchedCall:
         return self.hearing
 
     def answer(self, samples: Sequence[Sample]) -> None:
-        """Take the answer."""
         self.num_recorded = [0] * len(samples) if self.hearing is None else [each.num_recorded for each in self.hearing.samples]
         self.answers, self.hearing = tuple(map(_answer, samples)), None
 
@@ -88,11 +87,9 @@ class _WatchedCall:
 
 @dataclass(eq=False)
 class _OpenCalls:
-    """A running group.
+    """A running group, admitted at `version`.
 
     Attributes:
-        version: at which it was admitted.
-        calls: its calls, in order.
         num_told: how many of them, from the first on, are recorded whole.
         again: those of an earlier process that it has not made yet, by their keys.
         num_again: answers of an earlier process that it was given.
@@ -131,13 +128,7 @@ class GroupCalls:
     """The calls of all running groups of a process, with their answers."""
 
     def __init__(self, listener: RolloutListener, *, running_s: float = 0.0) -> None:
-        """Record nothing yet.
-
-        Args:
-            listener: hears of what is to be recorded.
-            running_s: seconds between two looks at the tokens of unfinished samples; 0 records none of them, as where engines do not tell
-                them.
-        """
+        """`running_s` are seconds between looks at the tokens of unfinished samples; 0 records none, as where engines do not tell them."""
         self._listener = listener
         self._after_s = min(RECORD_AFTER_S, running_s) if running_s else RECORD_AFTER_S
         self._ended = False

@@ -15,11 +15,7 @@ from offbeat.types import Tell
 
 
 class DynamicSampling:
-    """Rejects groups of equal rewards up to the bound, and counts.
-
-    Attributes:
-        num_rejected: groups rejected for the batch that is being filled; a checkpoint records it.
-    """
+    """Rejects groups of equal rewards up to the bound, and counts; a checkpoint records `num_rejected` for the batch being filled."""
 
     def __init__(
         self, config: AlgorithmConfig, *, batch_size: int, num_rejected: int = 0, warn: Tell = lambda _text: None,

@@ -55,12 +55,7 @@ class RolloutExecutor:
         self, gate: Gate, stream: PromptStream, parts: RolloutParts, *, config: RolloutConfig, sampling: Sampling,
         listener: RolloutListener | None = None, idle_listener: IdleListener | None = None,
     ) -> None:
-        """Set up the executor; admission starts on entering it.
-
-        Args:
-            listener: hears of groups that are lost, and of warnings.
-            idle_listener: hears for how long engines idle.
-        """
+        """`listener` hears of lost groups and of warnings, `idle_listener` for how long engines idle; admission starts on entering it."""
         self._gate = gate
         self._stream = stream
         self._config = config
@@ -222,10 +217,7 @@ class RolloutExecutor:
     ) -> list[Group]:
         """Play the given rows now, bypassing the gate, and wait for all, for evaluation and debugging. Groups are in the rows' order.
 
-        Groups without a usable trajectory keep the played ones, too, so that they can be shown.
-
-        Args:
-            listener: hears of each group as soon as it has ended.
+        Groups without a usable trajectory keep the played ones, too, so that they can be shown. `listener` hears of each group as it ends.
         """
         slots = asyncio.Semaphore(self._config.max_concurrent_rollouts)
 

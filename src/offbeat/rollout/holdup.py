@@ -24,12 +24,8 @@ class HoldupGuard:
     """Watches the running loop of the main thread while it is `on`. In other threads it does nothing, as signals do not arrive there."""
 
     def __init__(self, *, timeout_s: float, callers: tuple[CodeType, ...], tell: Tell) -> None:
-        """Prepare the guard.
-
-        Args:
-            timeout_s: for how long the loop may be blocked before the blocking code is interrupted.
-            callers: our functions that call user code.
-            tell: called once with the place where the loop is blocked.
+        """`callers` are our functions that call user code. `tell` is called once with the place where the loop is blocked; code that blocks
+        it for `timeout_s` seconds is interrupted.
         """
         self._timeout_s = timeout_s
         self._callers = callers

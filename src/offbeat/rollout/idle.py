@@ -24,19 +24,13 @@ class Admission(Protocol):
     """Says which groups run and how many more may; `staleness.Gate` is one."""
 
     @property
-    def running(self) -> Sized:
-        """Groups that run."""
-        ...
+    def running(self) -> Sized: ...
 
     @property
-    def capacity(self) -> int:
-        """Number of groups that may be admitted now."""
-        ...
+    def capacity(self) -> int: ...
 
     @property
-    def max_running(self) -> int:
-        """Largest number of groups that run."""
-        ...
+    def max_running(self) -> int: ...
 
 
 @dataclass
@@ -100,11 +94,7 @@ class IdleMeter:
     """Adds up for how long no engine was asked while groups ran and no more episodes could be played."""
 
     def __init__(self, admission: Admission, listener: IdleListener, *, has_places: bool = False, now_s: Clock = time.monotonic) -> None:
-        """Begin to count.
-
-        Args:
-            has_places: whether episodes that are `queueing` wait for a place; that limit comes before those of `admission`.
-        """
+        """`has_places` says whether episodes that are `queueing` wait for a place; that limit comes before those of `admission`."""
         self._admission, self._listener, self._has_places, self._now_s = admission, listener, has_places, now_s
         self._num_calls = self._num_queued = self._num_scored = 0
         self._since_s = now_s()

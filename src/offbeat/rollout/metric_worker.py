@@ -1,5 +1,4 @@
-"""The process of a metric: loads one function by its dotted name and calls it with the answers to a set. The rest is user code.
-"""
+"""The process of a metric: loads one function by its dotted name and calls it with the answers to a set. The rest is user code."""
 
 import re
 import sys

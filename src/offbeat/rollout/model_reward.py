@@ -35,12 +35,7 @@ class _Waiting:
 
 
 def worker_specs(num_workers: int, *, log_dir: Path, threads: int = 1, num_devices: int = 0, of_set: str = "") -> list[WorkerSpec]:
-    """Return the processes of a reward model.
-
-    Args:
-        threads, num_devices: of each process.
-        of_set: name of the evaluation set that it judges, part of the processes' names; "" for the run.
-    """
+    """Return the processes of a reward model; their names begin with the evaluation set that it judges, "" for the run."""
     names = [f"{of_set} reward model {index}".lstrip() for index in range(num_workers)]
     return [
         WorkerSpec(
@@ -55,13 +50,7 @@ class ModelReward:
     def __init__(
         self, launcher: Launcher, options: RewardModelOptions, specs: Sequence[WorkerSpec], *, timeout_s: float, start_timeout_s: float,
     ) -> None:
-        """Prepare it; its processes start on entering it.
-
-        Args:
-            specs: its processes; see `worker_specs`.
-            timeout_s: limit for one call.
-            start_timeout_s: limit for starting a process, and for loading the model.
-        """
+        """Its processes, the `specs`, start on entering it; `timeout_s` limits one call, `start_timeout_s` starting and loading one."""
         self._launcher = launcher
         self._options = options
         self._timeout_s = timeout_s

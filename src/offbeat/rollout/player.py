@@ -46,7 +46,6 @@ Accept = Callable[[Group], bool]
 
 
 def accept_all(_group: Group) -> bool:
-    """Accept every group."""
     return True
 
 
@@ -64,9 +63,7 @@ class RolloutParts:
 
     Attributes:
         make_episode: `make_episode(row, group_size, sampling)` binds a row to engines, rewards and the tokenizer.
-        accept: the user's filter.
         dynamic: rejects groups of equal rewards that the filter accepts; None rejects none.
-        checks: requirements that trajectories must meet.
         accounts: adds up the time of episodes, except in `rollout_batch`.
         has_places: whether episodes wait for a place of user code when they are off the clock.
         engines: the clock that engines halt while they sleep, so that deadlines of episodes stand still.
@@ -108,8 +105,6 @@ class GroupPlayer:
 
         Args:
             sampling: its seed is that of the group, on which those of requests depend.
-            version: at which it is admitted.
-            accounts: adds up the times of the group's episodes.
             calls: record the group's calls of engines; None records none.
 
         Returns:

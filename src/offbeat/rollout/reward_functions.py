@@ -41,8 +41,7 @@ class RewardFunction:
     def __init__(self, dotted: str, *, may_miss: bool = True) -> None:
         """Load the function.
 
-        Args:
-            may_miss: whether None says that the reward does not apply, as there are others; else it is no reward.
+        `may_miss` says whether None means that the reward does not apply, as there are others; else it is no reward.
 
         Raises:
             CodeError: there is none of that name, or its parameters do not say which is the completion.

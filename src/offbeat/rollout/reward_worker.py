@@ -19,12 +19,7 @@ from offbeat.user_code.handshake import enter
 
 @dataclass(frozen=True)
 class RewardLoadRequest:
-    """Request to load reward functions.
-
-    Attributes:
-        reward: name of the only reward function; empty if `weights` are given.
-        weights: of several reward functions by their names.
-    """
+    """Request to load reward functions: `reward`, the only one, or several with `weights` by their names."""
 
     reward: str
     weights: dict[str, float] = field(default_factory=dict)

@@ -87,8 +87,7 @@ class Gate:
     def admit(self, key: Key, *, since: Version | None = None) -> Version:
         """Admit a group, whose deadline is `deadline` as it is now; returns the version at which it counts as admitted.
 
-        Args:
-            since: version at which an earlier process has admitted it, which counts if it can still be trained on in time.
+        `since` is the version at which an earlier process has admitted it, which counts if it can still be trained on in time.
         """
         assert self.capacity > 0, "admit without capacity"
         assert key not in self.running and key not in self.ready, f"group {key} is already in flight"
@@ -111,8 +110,7 @@ class Gate:
     def take_over(self, ready: Mapping[Key, Version], *, training: int) -> None:
         """Begin with groups of an earlier process, in the order of their admission, and with so many that the first step has taken.
 
-        Args:
-            ready: the versions at which they were admitted. The step that has taken groups may be of an earlier version than these.
+        `ready` has the versions at which they were admitted. The step that has taken groups may be of an earlier version than these.
         """
         assert not self.running and not self.ready, "groups are restored before others are admitted"
         self.ready = {key: version + self.eta for key, version in ready.items()}

@@ -31,9 +31,6 @@ def members(returned: object, group_size: int, *, workflow: str) -> tuple[Trajec
 
     So are trajectories of one agent in one episode whose rewards differ.
 
-    Args:
-        returned: the result of the workflow with this name.
-
     Raises:
         CodeError: it is not an iterable of the trajectories of `group_size` episodes.
     """

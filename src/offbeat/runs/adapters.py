@@ -76,8 +76,7 @@ class BaseLimits:
         request arrives. Every token and target is then in the vocabulary, and each sequence fits into the context and a micro-batch, also
         after sequences were selected or batches joined; neither ranks nor trainers check that again.
 
-        Args:
-            model: name of the base model in the message.
+        `model` names the base model in the message.
 
         Raises:
             DataError: says what does not fit.
@@ -90,13 +89,7 @@ class BaseLimits:
 
 
 class Adapters:
-    """Adds, trains, publishes and samples adapters.
-
-    Attributes:
-        tokenizer: tokenizer of the base model.
-        limits: limits of the base model.
-        fleet: the engines.
-    """
+    """Adds, trains, publishes and samples adapters; `tokenizer` and `limits` are the base model's, `fleet` has the engines."""
 
     def __init__(
         self, config: Config, ranks: WorkerRanks, trainers: Trainers, fleet: Fleet, *, tokenizer: Tokenizer,
@@ -114,7 +107,6 @@ class Adapters:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all adapters."""
         return tuple(self._versions)
 
     @property
@@ -243,8 +235,7 @@ class Adapters:
     async def write(self, name: str, folder: Path, *, version: Version | None = None) -> Manifest:
         """Write the adapter's present weights to a new PEFT folder, with its proof, for engines to load or for anyone to keep.
 
-        Args:
-            version: number of the version, such as 12; None takes the next. The number is used up even if this fails.
+        `version` is its number, such as 12; None takes the next. The number is used up even if this fails.
 
         Raises:
             StorageError: the folder is there already, or cannot be written.
@@ -274,8 +265,7 @@ class Adapters:
     async def load(self, name: str, folder: Path, *, optimizer: bool = True) -> None:
         """Load a folder of `save`, in place of the adapter of this name if there is one.
 
-        Args:
-            optimizer: whether to load its moments and step count; otherwise they are fresh.
+        `optimizer` says whether to load its moments and step count; otherwise they are fresh.
         """
         await self._trainers.restore_adapter(check_adapter(name), folder, optimizer=optimizer)
         self._enter(name)

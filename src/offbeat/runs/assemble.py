@@ -114,7 +114,6 @@ async def open_policy(
     """Open the publishing of whole weights, or of the adapter of `model.lora`, under names that are new with this start.
 
     Args:
-        writer: writes or offers the trainer's weights.
         release: releases other ranks that wait for this process to publish.
         waits: whether these ranks wait until engines serve the version, because they roll out, too.
     """

@@ -26,8 +26,6 @@ def choose_devices(
     Args:
         devices: number of devices that this process may use.
         num_judges: number of reward models that the run starts on this machine; each takes a device.
-        trains: whether there are train ranks.
-        serves: whether there are engines.
 
     Raises:
         ConfigError: torchrun has started more ranks on this machine than it shows devices, or ranks and engines need more.

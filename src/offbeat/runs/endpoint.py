@@ -37,12 +37,7 @@ _LIST_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class AskedSet:
-    """A set to ask.
-
-    Attributes:
-        name: "" for the held-out prompts.
-        config: whole configuration of the set.
-    """
+    """A set to ask: its name, "" for the held-out prompts, its whole configuration and its rows."""
 
     name: str
     config: Config
@@ -108,8 +103,7 @@ class ModelEndpoint:
     async def connect(cls, session: aiohttp.ClientSession, evaluated: EvaluatedModel, *, key_env: str) -> "ModelEndpoint":
         """Return the endpoint at a URL, to which /v1 is added where it has no path.
 
-        Args:
-            key_env: environment variable with the endpoint's key; none is sent where it is not set.
+        Its key is in the environment variable `key_env`; none is sent where that is not set.
 
         Raises:
             ConfigError: the URL has no host; or no model is named, and the endpoint has not exactly one.
@@ -132,9 +126,6 @@ class ModelEndpoint:
 
     async def play(self, asked: AskedSet, rewards: Rewards, *, on_prompt: OnPrompt) -> EvaluatedSet:
         """Ask all prompts of a set and score the answers.
-
-        Args:
-            on_prompt: called when a prompt is scored, with the numbers of its right answers and of all.
 
         Raises:
             DeadlineError: it took longer than `evaluate.timeout_s`.
@@ -209,11 +200,7 @@ class ModelEndpoint:
 
 
 class EndpointBusy(EngineError):  # noqa: N818
-    """The endpoint cannot be reached or is busy, and may answer later.
-
-    Attributes:
-        wished_s: seconds to wait before the next request, from its Retry-After header.
-    """
+    """The endpoint cannot be reached or is busy, and may answer later: after `wished_s` seconds, by its Retry-After header."""
 
     wished_s = 0.0
 

@@ -22,7 +22,6 @@ class EvaluatedModel:
         name: name as given, for example "runs/quickstart" or "http://localhost:8001/v1#qwen".
         folder: folder or hub id of whole weights, for an adapter of its base's; "" for an endpoint.
         adapter: folder of a LoRA adapter in PEFT's format; "" for none.
-        rank: rank of the adapter.
         url: base URL of an OpenAI-style endpoint; "" for none.
         served: the endpoint's name of the model; "" takes the only one that it has.
     """
@@ -48,8 +47,7 @@ def run_config(path: Path) -> Path:
 def find_models(names: tuple[str, ...], config: Config, *, checkpoint: str = "") -> list[EvaluatedModel]:
     """Return the models that a person names; without any, the one at `model.path`.
 
-    Args:
-        checkpoint: export of a run: "last", "best", or the number of a step, such as "50"; "" is the last.
+    `checkpoint` is an export of a run, as in `run_export`; "" is the last.
 
     Raises:
         ConfigError: a model is named twice, or a checkpoint is given and none of the models is a run.

@@ -199,8 +199,7 @@ async def open_rollouts(
 ) -> AsyncIterator[tuple[EngineRollouts, Callable[[], Coroutine[Any, Any, None]]]]:
     """Start engines that serve `model.path`, and rewards, to evaluate without training; also yields the watch over the engines.
 
-    Args:
-        adapter: folder of a LoRA adapter to sample; "" for the model itself.
+    `adapter` is the folder of a LoRA adapter to sample; "" for the model itself.
 
     Raises:
         ConfigError: `model.path` is empty.

@@ -27,11 +27,8 @@ _IN_WORDS: Mapping[Task, str] = {
 def choose_rates(config: Config, part: Part, *, was: Mapping[str, Any] = _NOTHING) -> tuple[dict[str, Any], list[Choice]]:
     """Return sections with numbers in place of "auto", such as {"train": ...}, and the choices for this part of a run, with reasons.
 
-    Args:
-        was: settings of the checkpoint that the run goes on from, if there is one, such as {"train.optimizer.lr": 1e-6}.
-
-    Raises:
-        ModelError: as `read_width`.
+    `was` has the settings of the checkpoint that the run goes on from, if there is one, such as {"train.optimizer.lr": 1e-6}. Raises as
+    `read_width`.
     """
     choices = list(rate_choices(config, part, was=was))
     # Rates of other parts of the run stay as they are remembered, so that they do not count as changed.
@@ -61,11 +58,7 @@ def rate_choices(config: Config, part: Part, *, was: Mapping[str, Any] = _NOTHIN
 
 
 def rates_of_check(config: Config, *, pairs: bool) -> Iterator[str]:
-    """Yield the lines of `config check` on open rates. It does not know the command, so `pairs` decides between the commands.
-
-    Raises:
-        ModelError: as `read_width`.
-    """
+    """Yield the lines of `config check` on open rates. It does not know the command, so `pairs` decides. Raises as `read_width`."""
     model = config.model.path
     for part in [kind.part for kind in TRAINING_KINDS.values() if kind.pairs == pairs]:
         if model and not (Path(model).expanduser() / "config.json").is_file():

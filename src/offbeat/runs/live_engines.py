@@ -17,11 +17,7 @@ from offbeat.workers.worker import Launcher
 
 
 def check_live(config: Config) -> None:
-    """Refuse runs whose answers cannot be generated again.
-
-    Raises:
-        ConfigError: says why.
-    """
+    """Refuse, with a ConfigError that says why, a run whose answers cannot be generated again."""
     inference = config.inference
     if not inference.kind.goes_on or inference.urls:
         engines = "engines by URL" if inference.urls else f"inference.engine = '{inference.engine}'"

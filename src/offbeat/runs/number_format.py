@@ -44,9 +44,7 @@ def choose_number_format(config: PlanConfig) -> PlanConfig:
 def format_choice(config: PlanConfig, *, device: Device | None, cpu: Cpu) -> Choice:
     """Return the number format of the run's engines, such as "bfloat16", and the reason.
 
-    Args:
-        device: device of an engine, if it has one and its driver has described it.
-        cpu: CPU of this machine.
+    `device` is that of an engine, if it has one and its driver has described it.
     """
     model, inference = config.model, config.inference
     value, why = "float32", ""
@@ -74,11 +72,7 @@ def format_choice(config: PlanConfig, *, device: Device | None, cpu: Cpu) -> Cho
 
 
 def slow_formats(config: PlanConfig, *, cpu: Cpu) -> Iterator[str]:
-    """Yield a sentence for each setting by which this machine's CPU would compute in bfloat16 without instructions for it.
-
-    Args:
-        config: sections in which devices are chosen.
-    """
+    """Yield a sentence for each setting by which this CPU would compute in bfloat16 without instructions for it; devices are chosen."""
     if cpu.has_bf16 or config.cluster.ray_address:
         return
     serves = not (config.inference.devices_per_engine or config.inference.urls)

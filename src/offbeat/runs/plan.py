@@ -95,8 +95,7 @@ class KeptChoice:
 class KeptPlan:
     """The plan in a run's folder: devices and cores of its machine, choices by setting, and sentences about them.
 
-    Attributes:
-        versions: of what its numbers depend on, by name; see `versions`. Empty if an older version wrote it.
+    `versions` are those of what its numbers depend on, by name; empty if an older version wrote it.
     """
 
     devices: int
@@ -149,13 +148,7 @@ def changed_versions(was: Mapping[str, str]) -> list[str]:
 def make_plan(config: Config, *, rank_info: RankInfo = _CONTROLLER, trains: bool = True, serves: bool = True) -> RunPlan:
     """Choose devices, precision, recomputation, number format, changes of weights and threads, in this order, where they are left open.
 
-    Args:
-        rank_info: place of this process in SPMD mode.
-        trains: whether there are train ranks.
-        serves: whether there are engines.
-
-    Raises:
-        ConfigError: as `choose_devices`.
+    Arguments and errors are those of `choose_devices`.
     """
     num_devices, num_cores = usable_devices(), usable_cores()
     placed = place(config, devices=num_devices, rank_info=rank_info, trains=trains, serves=serves)

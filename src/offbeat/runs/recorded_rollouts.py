@@ -17,12 +17,7 @@ from offbeat.types import Version
 
 @dataclass(frozen=True)
 class RecordedRollouts(RolloutListener):
-    """The listener of a run's rollouts.
-
-    Attributes:
-        keeps_rejected: whether rejected groups are stored.
-        journal: gets all of it; an evaluation's is a `NoJournal`.
-    """
+    """The listener of a run's rollouts; `journal` gets all of it, and is a `NoJournal` in an evaluation."""
 
     record: RunRecord
     stream: PromptStream

@@ -64,7 +64,6 @@ class ReplayPlan:
     """What is replayed.
 
     Attributes:
-        beginning: where the weights to begin with come from.
         steps: the steps that are trained again, one after the other; those before `first` are needed to get there.
         first: the first step that is compared.
         missing: sentences on steps that were asked for, or could be expected, and cannot be replayed.
@@ -159,8 +158,7 @@ def make_replay_plan(
 ) -> ReplayPlan:
     """Choose what is replayed; see `replay`.
 
-    Args:
-        num_ranks: ranks of the run. How a warm-up was spread over several is not recorded, so a replay cannot begin before it.
+    `num_ranks` are the run's. How a warm-up was spread over several is not recorded, so a replay cannot begin before it.
 
     Raises:
         ConfigError: no step can be replayed, or a step that was asked for cannot; says which records are missing.
@@ -252,11 +250,7 @@ def _changes(steps: tuple[PastStep, ...]) -> tuple[int, str] | None:
 
 
 def _check_inputs(inputs: RunInputs, steps: tuple[PastStep, ...], run_dir: Path) -> None:
-    """Refuse a model, tokenizer or data that are not those of the run.
-
-    Raises:
-        ConfigError: names what has changed.
-    """
+    """Refuse a model, tokenizer or data that are not those of the run, with a ConfigError that names what has changed."""
     saved = SavedState(steps[-1].global_step, 0, (), identity=wire.decode_json(Identity, steps[-1].identity))
     try:
         lines = compare(inputs.identity, saved, run_dir=run_dir, part=_PART)

@@ -42,7 +42,7 @@ from offbeat.user_code.functions import resolve
 
 @dataclass(frozen=True)
 class EngineRollouts:
-    """Plays rollouts on the engines that `generate` routes to.
+    """The `RolloutSource` on the engines that `generate` routes to.
 
     Attributes:
         engines: the clock that stands still while the engines sleep.
@@ -119,7 +119,6 @@ class EngineRollouts:
             return await self.generate(prompt, sampling, n=n, session=session)
 
     def sft_batch(self, stream: PromptStream, count: int) -> Batch:
-        """See `RolloutSource.sft_batch`."""
         return sft_batch(self.inputs.supervision.draw(stream, count))
 
     def _episode(self, row: Row, group_size: int, sampling: Sampling) -> Episode:
@@ -143,11 +142,7 @@ class EngineRollouts:
 
 @dataclass(frozen=True)
 class NoEngines:
-    """The publisher and the rollout source of a run without engines, such as preference training; publishing does nothing.
-
-    Attributes:
-        draws: see `RolloutSource.draws`.
-    """
+    """The `Publishing` and the `RolloutSource` of a run without engines, such as preference training; publishing does nothing."""
 
     draws: bool
 
@@ -163,13 +158,10 @@ class NoEngines:
     def rollouts(
         self, stream: PromptStream, *, version: Version, last_version: Version, num_flat_rejected: int = 0,  # noqa: ARG002
     ) -> Rollouts:
-        """Never called: there are no answers."""
         raise AssertionError("a run without engines was asked for rollouts")
 
     def rollouts_of_set(self, name: str) -> Rollouts:
-        """Never called: there are no answers."""
         raise AssertionError(f"a run without engines was asked to play {name}")
 
     def sft_batch(self, stream: PromptStream, count: int) -> Batch:  # noqa: ARG002
-        """Never called: the rows are not prompts with answers."""
         raise AssertionError("a run without engines was asked to imitate")

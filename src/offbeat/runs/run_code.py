@@ -34,7 +34,6 @@ class MixedRewards:
     of_sets: Mapping[str, "RewardPool | ModelReward"]
 
     async def score(self, completions: Sequence[str], row: Row) -> list[float]:
-        """See `RewardPool.score`."""
         check_call(completions, row)
         return await self.of_sets[row.of_set].score(completions, row)
 
@@ -119,11 +118,8 @@ def _log_dir(record: RunRecord, of_set: str) -> Path:
 async def open_rewards(
     stack: AsyncExitStack, row: Row, config: Config, record: RunRecord, *, launcher: Launcher, of_set: str = "",
 ) -> Rewards:
-    """Start the reward processes, by the launcher if they compute with a model, and try the reward on one row.
-
-    Args:
-        row: row whose answer is scored, so that a broken reward is found before any episode.
-        of_set: name of the evaluation set that they judge; "" for the run.
+    """Start the reward processes, by the launcher if they compute with a model, and score the answer of `row`, so that a broken reward is
+    found before any episode. `of_set` names the evaluation set that they judge; "" is the run.
     """
     rollout, log_dir = config.rollout, _log_dir(record, of_set)
     if model := reward_model_of(config):

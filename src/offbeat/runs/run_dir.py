@@ -118,9 +118,6 @@ def _last_saved(run_dir: Path, kind: TrainingKind) -> int:
 def check_resumption(config: Config, identity: Identity, *, kind: TrainingKind = _RL, num_heads: int = 1) -> None:
     """Refuse changes with which the newest checkpoint cannot go on, before anything is started; see `offbeat.controller.resume`.
 
-    Args:
-        num_heads: number of processes that draw data.
-
     Raises:
         ConfigError: names the setting or other input that has changed.
     """

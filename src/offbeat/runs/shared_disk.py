@@ -30,11 +30,7 @@ def without_shared_disk(config: EngineConfig, *, apart: Sequence[str], builds: b
 
     A `weights.dir` of the user counts as shared with all of them. Adapters, and weights for SGLang, stay in folders, which travel.
 
-    Args:
-        builds: whether the model is made in the run's folder.
-
-    Raises:
-        ConfigError: the model is made there.
+    `builds` says whether the model is made in the run's folder, which is refused with a ConfigError where workers are `apart`.
     """
     if apart and builds:
         raise unseen_model(config.run_dir, apart)

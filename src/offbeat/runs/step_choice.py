@@ -57,13 +57,7 @@ def choose_step(config: PlanConfig, *, device: Device | None, shape: ModelShape 
 
 
 def step_choices(config: PlanConfig, *, device: Device | None, shape: ModelShape | None) -> Iterator[Choice]:
-    """Yield the choices for a training step of the run.
-
-    Args:
-        config: sections in which devices are chosen.
-        device: device of a train rank, if it has one and its driver has described it.
-        shape: sizes of the model, if they are known.
-    """
+    """Yield the choices for a training step; `config` has its devices chosen, and a driver has described `device`, if ranks have one."""
     train = config.train
     precision = _precision(config, device) if train.precision == "auto" else Choice("train.precision", train.precision, "as configured")
     yield precision

@@ -54,8 +54,7 @@ def divide_cores(
     are 4 for the rank and 2 for each engine. The rule is the same for runs whose ranks and engines take turns, as with a staleness of 0:
     idle threads cost nothing, and a run may let its engines go ahead at any time.
 
-    Args:
-        rank_threads, engine_threads: numbers that are given and stay; 0 is chosen from the cores that the others leave.
+    `rank_threads` and `engine_threads` that are given stay; 0 is chosen from the cores that the others leave.
     """
     if not engine_threads:
         sharing = num_engines + (0 if rank_threads else num_ranks)

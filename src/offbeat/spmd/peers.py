@@ -42,18 +42,14 @@ _DONE, _FAILED = b"+", b"-"
 
 @dataclass(frozen=True)
 class Ready:
-    """Message of one rank at `RankPeers.all_ready`.
-
-    Attributes:
-        failure: why it could not get ready; "" if it could.
-    """
+    """Message of one rank at `RankPeers.all_ready`; `failure` says why it could not get ready, "" if it could."""
 
     has_result: bool
     failure: str = ""
 
 
 class RankPeers:
-    """The ranks as the loop's peers: named waits over the gloo group."""
+    """The `LoopPeers` of the ranks: named waits over the gloo group."""
 
     def __init__(self, sync: Sync, thread: SideThread) -> None:
         self._sync = sync
@@ -83,15 +79,12 @@ class RankPeers:
         return wire.decode(kind, answer[len(_DONE):])
 
     async def gather(self, name: str, value: T) -> list[T]:
-        """See `LoopPeers.gather`."""
         return await self._thread.run(name, partial(self._sync.gather, name, value))
 
     async def meet(self, name: str) -> None:
-        """See `LoopPeers.meet`."""
         await self._thread.run(name, partial(self._sync.barrier, name))
 
     async def all_ready(self, name: str, work: Callable[[], Awaitable[T | None]]) -> T | None:
-        """See `LoopPeers.all_ready`."""
         result, error = await _attempt(work)
         own = Ready(result is not None, "" if error is None else describe(error))
         everyones = await self._thread.run(name, partial(self._sync.gather, name, own, patient=True))
@@ -101,7 +94,6 @@ class RankPeers:
         return result if all(ready.has_result for ready in everyones) else None
 
     def have_heard(self, error: BaseException) -> bool:
-        """See `LoopPeers.have_heard`."""
         return self._sync.world == 1 or error is self._told
 
     def _heard(self, own: Exception | None, *, rank: int, reason: str) -> Exception:
@@ -139,8 +131,6 @@ class FollowingPublisher:
     rank 0 shows life.
 
     Attributes:
-        trainers: the ranks, to whose writing of a version this one contributes.
-        canary: tokens that prove each version.
         timeout_s: time for rank 0 to write the weights, during which it may show no life.
         followed: the engines to which this rank routes requests; None if it does not roll out.
     """
@@ -210,11 +200,7 @@ async def _pass_published(peers: RankPeers, published: Published | None, *, time
 
 @dataclass(frozen=True)
 class Standing:
-    """An engine as rank 0 sees it.
-
-    Attributes:
-        version: version of the weights that it has proven; None while it is out of service, or before its first proof.
-    """
+    """An engine as rank 0 sees it; the `version` that it has proven is None while it is out of service, or before its first proof."""
 
     url: str
     version: Version | None

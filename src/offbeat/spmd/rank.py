@@ -88,12 +88,7 @@ async def open_rank(config: Config, rank_info: RankInfo, inputs: RunInputs, reco
 
 @dataclass(frozen=True)
 class _Joined:
-    """This rank among its peers.
-
-    Attributes:
-        thread: the thread that computes and takes part in collectives.
-        peers: all ranks as the loop's peers.
-    """
+    """This rank among its peers; its `thread` computes and takes part in collectives."""
 
     groups: ProcessGroups
     thread: SideThread

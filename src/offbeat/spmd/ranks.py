@@ -90,7 +90,6 @@ class HeadsLoad:
         self.sharder = sharder
 
     def share(self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int) -> TrainStep:
-        """See `Loading.share`."""
         (own,) = self.sharder.shards(batch, params, num_minibatches=num_minibatches, seed=seed)
         drawn = DrawnBatch(batch.denominator, tuple(len(minibatch) for minibatch in own.minibatches))
         everyones = self._sync.gather("train_batch", drawn)
@@ -109,7 +108,6 @@ class HeadsLoad:
         return [score(replace(own, microbatches=padded))]
 
     def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
-        """See `Loading.observe`."""
         return {"balance/lost_s": max(busy_s) - sum(busy_s) / len(busy_s)}
 
 

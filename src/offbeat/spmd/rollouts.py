@@ -25,7 +25,7 @@ from offbeat.types import Version
 
 @dataclass(frozen=True)
 class NoRolloutSource:
-    """The source of a rank that gets its share of every batch from rank 0."""
+    """The `RolloutSource` of a rank that gets its share of every batch from rank 0."""
 
     inputs: RunInputs
 
@@ -34,15 +34,12 @@ class NoRolloutSource:
     def rollouts(
         self, stream: PromptStream, *, version: Version, last_version: Version, num_flat_rejected: int = 0,  # noqa: ARG002
     ) -> "NoRollouts":
-        """See `RolloutSource.rollouts`."""
         return NoRollouts(self.inputs.sampling)
 
     def rollouts_of_set(self, name: str) -> "NoRollouts":
-        """See `RolloutSource.rollouts_of_set`."""
         return NoRollouts(self.inputs.sets[name].sampling)
 
     def sft_batch(self, stream: PromptStream, count: int) -> Batch:  # noqa: ARG002
-        """See `RolloutSource.sft_batch`."""
         return sft_batch([])
 
 
@@ -72,7 +69,6 @@ class NoRollouts:
         return []
 
     async def take_ahead(self) -> list[Group]:
-        """Return no groups, as `prepare_batch`."""
         return []
 
     def advance(self, version: Version) -> None:
@@ -82,14 +78,12 @@ class NoRollouts:
         """Do nothing, since no group is admitted."""
 
     def take_stats(self) -> StatsPart:
-        """Return empty statistics."""
         return StatsPart()
 
     async def rollout_batch(
         self, rows: Iterable[Row], *, group_size: int, sampling: Sampling,  # noqa: ARG002
         listener: GroupListener | None = None,  # noqa: ARG002
     ) -> list[Group]:
-        """Never called: rank 0 evaluates."""
         raise AssertionError("a rank without rollouts was asked to play some")
 
 

@@ -27,11 +27,7 @@ _BACKLOG = 1000
 
 
 class Arrivals:
-    """Registers one wait after the other.
-
-    Attributes:
-        waits: queue of the caller's waits; None ends the thread.
-    """
+    """Registers one wait after the other, from the queue `waits`, in which None ends the thread."""
 
     def __init__(
         self, client: dist.TCPStore, *, board: Board, peers: SyncPeers, keys: StoreKeys, judge: Judging,

@@ -204,8 +204,7 @@ def receive(address: str, *, device: torch.device, held: Held | None = None) -> 
 
     Each has the shape of its `Spec`, such as [V, D].
 
-    Args:
-        held: the receiver's version; only the changes since then are received, if they are offered and fit.
+    Of `held`, the receiver's version, only the changes since then are received, if they are offered and fit.
 
     Raises:
         OSError, RuntimeError: nobody offers them there any more, no ticket came in time, or the sender could not write the folder.

@@ -64,11 +64,7 @@ class Broken:
 
 @dataclass(frozen=True)
 class Departure:
-    """This rank leaves the group; ends the thread.
-
-    Attributes:
-        in_order: whether it left deliberately, and did not just exit.
-    """
+    """This rank leaves the group, `in_order` if deliberately, and not by just exiting; ends the thread."""
 
     in_order: bool
 

@@ -32,7 +32,6 @@ _FOREVER = timedelta(days=20)
 _ENDING_S = 0.5
 """Time between a host's connections closing and the system reporting how it ended."""
 
-
 _LOOK_S = 0.1
 """Interval between two looks at a store's host that has not answered yet."""
 

@@ -61,11 +61,7 @@ class MeshShape:
         return self.cp * self.tp
 
     def check(self, world: int) -> None:
-        """Check that the shape fits `world` ranks.
-
-        Raises:
-            ConfigError: it does not.
-        """
+        """Raise ConfigError unless the shape fits `world` ranks."""
         needed = math.prod(self.sizes.values())
         if min(self.sizes.values()) < 1 or needed != world:
             text = " * ".join(f"{name} {size}" for name, size in self.sizes.items())
@@ -95,11 +91,9 @@ class ProcessGroups:
     Attributes:
         rank: rank of this process, 0 to world - 1.
         world: number of ranks, R.
-        shape: layout of the ranks.
         mesh: all ranks on the platform's backend, in the dimensions "dp", "shard", "cp" and "tp", some of which may be of size 1.
         gradient_mesh: one dimension: this rank and its peers of the same tensor index, over which gradients are summed.
         cpu_group: gloo over all ranks, on any device.
-        sync: named points over all ranks.
     """
 
     rank: int

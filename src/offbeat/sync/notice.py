@@ -19,7 +19,7 @@ _TIMEOUT_S = 5.0
 
 
 class Notice:
-    """One text under one name; empty until it is posted. Close it together with the rank."""
+    """One text under one name; empty until it is posted. Close it together with the rank. Raises DeadlineError if the store is silent."""
 
     def __init__(self, client: dist.TCPStore, name: str) -> None:
         """`client` must not be used by anyone else."""
@@ -28,19 +28,11 @@ class Notice:
         self._thread = SideThread(f"notice {name}")
 
     async def put_up(self, text: str) -> None:
-        """Replace the text; every read that begins after the return finds it.
-
-        Raises:
-            DeadlineError: the store does not answer.
-        """
+        """Replace the text; every read that begins after the return finds it."""
         await self._call(partial(self._put_up, text))
 
     async def read(self) -> str:
-        """Return the latest text.
-
-        Raises:
-            DeadlineError: the store does not answer.
-        """
+        """Return the latest text."""
         return await self._call(self._read_value)
 
     def close(self) -> None:

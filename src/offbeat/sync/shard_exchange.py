@@ -134,7 +134,6 @@ class ShardExchange:
         Args:
             tensors: plain tensors and DTensors of this rank, of any shape such as [V, D]; not modified. The holder of a part converts
                 it before it is sent.
-            rank: rank of this process.
 
         Returns:
             CPU tensors that this rank is dealt, by name, each whole.

@@ -111,10 +111,7 @@ class Sync:
     ) -> Self:
         """Connect to the store and start the threads that serve other ranks; not collective.
 
-        Args:
-            place: its store may be any client; it is not used after this.
-            hosts_store: whether this process serves the store.
-            listener: see `offbeat.sync.mesh.join`.
+        `place` has any client of the store, which is not used after this; `listener` is that of `offbeat.sync.mesh.join`.
         """
         if not 1 <= world <= MAX_WORLD:
             raise ConfigError(f"the number of ranks must be in 1..{MAX_WORLD}, got {world}")
@@ -232,10 +229,7 @@ class Sync:
             return [decode(type(value), item) for item in everybody]
 
     def broadcast(self, name: str, value: bytes | None, *, source: int = 0, timeout_s: float | None = None) -> bytes:
-        """Return the source's bytes; the other ranks pass None.
-
-        The wait is patient with the source.
-        """
+        """Return the source's bytes; the other ranks pass None. The wait is patient with the source."""
         assert (value is not None) == (self.rank == source), f"rank {source} alone gives what is sent from it"
         self.arrive(name, timeout_s=timeout_s, patient_with=(source,))
         with self._inside(name):
@@ -332,10 +326,7 @@ class Sync:
     def fail(self, reason: str) -> None:
         """Tell all peers that this rank failed; not collective. They, and this rank, raise PeerError at every point from here on.
 
-        The first call of this or of `pass_on` counts. Never raises.
-
-        Args:
-            reason: why, without the name of this rank.
+        The first call of this or of `pass_on` counts. Never raises. The `reason` does not name this rank.
         """
         self._give_up(SyncVerdict("failed", f"rank {self.rank} failed: {reason}"))
 

@@ -42,7 +42,6 @@ class Arrival:
     """A receiver that waits for its ticket.
 
     Attributes:
-        number: its number.
         attempt: number of rounds it has failed.
         device: name of its accelerator, if any.
         changes: whether it has the version before, and wants only the changes since then.

@@ -24,13 +24,7 @@ _KEY = re.compile(rf"(?P<part>{'|'.join(_PARTS)})\.(?P<module>.+)\.(?P<side>[AB]
 
 @dataclass(frozen=True, eq=False)
 class AdapterState:
-    """Everything needed to continue training an adapter.
-
-    Attributes:
-        step: number of optimizer steps done.
-        weights: the adapter's weights.
-        exp_avg, exp_avg_sq: Adam's moments, in the same form.
-    """
+    """Everything needed to continue training an adapter: optimizer steps done, its weights, and Adam's moments in the same form."""
 
     step: int
     weights: Adapter

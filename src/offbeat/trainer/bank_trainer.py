@@ -71,8 +71,7 @@ class BankTrainer(Trainer):
     def build(cls, folder: str, *, config: RankConfig, groups: ProcessGroups) -> Self:
         """Load the model for a run that trains one adapter, and distribute it over the ranks; collective.
 
-        Args:
-            folder: Hugging Face folder or hub id, the same on all ranks.
+        `folder` is a Hugging Face folder or hub id, the same on all ranks.
 
         Raises:
             ModelError: there is no such model, a target matches none of its layers, or it cannot be divided as `choose` says.
@@ -87,8 +86,7 @@ class BankTrainer(Trainer):
     def build_empty(cls, folder: str, *, config: RankConfig, groups: ProcessGroups) -> Self:
         """Load the model for adapters that come and go; each rank holds all of it.
 
-        Args:
-            config: `model.lora.rank` is the largest rank of any adapter; targets apply to all adapters, and each has its own alpha.
+        `model.lora.rank` is the largest rank of any adapter; targets apply to all adapters, and each has its own alpha.
 
         Raises:
             ConfigError: as `check_many`.
@@ -102,7 +100,6 @@ class BankTrainer(Trainer):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all adapters."""
         return tuple(self._slots)
 
     # -- adapters ----------------------------------------------------------------------------------------------------------------------

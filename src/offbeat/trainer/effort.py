@@ -18,11 +18,7 @@ class Effort:
     """Per training step: `begin_step`, then `computing` around everything that computes and `passes` for each row, then `trained`."""
 
     def __init__(self, model_config: Mapping[str, Any], config: RankConfig, *, ranks_per_share: int) -> None:
-        """Count for a model of this configuration.
-
-        Args:
-            ranks_per_share: number of ranks that run each row together; each counts as much of it.
-        """
+        """Count for a model of this configuration; `ranks_per_share` ranks run each row together, and each counts as much of it."""
         self._flops_of = forward_flops(model_config)
         self._frozen = config.model.lora.rank > 0
         self._peak = config.telemetry.peak_tflop_per_s * 1e12 or current_platform.peak_flop_per_s

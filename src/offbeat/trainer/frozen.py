@@ -27,9 +27,7 @@ def load_frozen(
 ) -> Strategy:
     """Load a model that only scores, in shards if the policy is; no gradient ever reaches it. Collective.
 
-    Args:
-        folder: Hugging Face folder or hub id, the same on all ranks.
-        float32_head, images: as for `load_policy`.
+    `folder` is a Hugging Face folder or hub id, the same on all ranks; `float32_head` and `images` are as for `load_policy`.
     """
     unchecked = config.model_copy(update={"gradient_checkpointing": "off", "freeze": ()})
 

@@ -186,8 +186,7 @@ def advise(model_config: Any, config: RankConfig, *, num_ranks: int, available: 
 def check_memory(folder: str, config: RankConfig, *, groups: ProcessGroups, device: int) -> None:
     """Check that a run fits, before anything is loaded; collective. A model that cannot be estimated is let through.
 
-    Args:
-        device: bytes of this rank's device; the smallest device of all ranks decides. Engines that share them take their part.
+    `device` is the bytes of this rank's device; the smallest device of all ranks decides. Engines that share them take their part.
 
     Raises:
         ConfigError: it does not; the message names a setting with which it would.
@@ -207,11 +206,7 @@ def check_memory(folder: str, config: RankConfig, *, groups: ProcessGroups, devi
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows the memory of all tensors that operations make.
-
-    Attributes:
-        peak: most bytes that lived at a time.
-    """
+    """Follows the memory of all tensors that operations make; `peak` is the most bytes that lived at a time."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -28,7 +28,6 @@ class TrainStep:
         batch: the rank's sequences. Its loss weights hold denominators over the shares of all ranks.
         minibatches: the micro-batches of each optimizer step: arrays [n] int64 of indices into `batch`, such as (([0, 2], [1]),) for one
             step of two micro-batches. Their numbers are equal on all ranks.
-        params: settings of each optimizer step.
     """
 
     batch: Batch
@@ -65,11 +64,8 @@ class ScoreShare:
     """One rank's share of a batch that is scored without gradients.
 
     Attributes:
-        batch: the rank's sequences.
         sequences: [n] int64, their indices in the whole batch.
         microbatches: arrays [n] int64 of indices into `batch`, equally many on all ranks; each target is in one of them.
-        of: the policy that scores.
-        with_entropy: whether entropies are wanted, too.
     """
 
     batch: Batch
@@ -93,11 +89,7 @@ class TargetScores:
 
 @dataclass(frozen=True, eq=False)
 class ScoredShare:
-    """A scored share: the `sequences` of the request, and the scores of their targets.
-
-    Attributes:
-        start_s, end_s: time of its start and end on this rank, in seconds since the epoch.
-    """
+    """A scored share: the `sequences` of the request, and the scores of their targets; `start_s` and `end_s` are as in `Trained`."""
 
     sequences: np.ndarray
     scores: TargetScores
@@ -304,7 +296,6 @@ class JoinRequest:
     Attributes:
         config: the whole configuration as JSON.
         model: folder or hub id of the initial weights.
-        trains: the models to train, such as "policy".
     """
 
     rank: int

@@ -58,11 +58,7 @@ class ModelTrainer(Trainer):
 
     @classmethod
     def build(cls, folder: str, *, config: RankConfig, groups: ProcessGroups) -> Self:
-        """Load weights in float32 and distribute them over the ranks; collective.
-
-        Args:
-            folder: Hugging Face folder or hub id, the same on all ranks.
-        """
+        """Load weights in float32 and distribute them over the ranks; collective. `folder` is a folder or hub id, the same on all ranks."""
         progress("load_model")
         check_model_folder(folder)
         model, strategy = load(

@@ -18,11 +18,7 @@ from offbeat.model.route_replay import RouteLog
 
 
 class OldRoutes:
-    """The routes of the rows of one step.
-
-    Attributes:
-        is_on: whether the configuration wants them; otherwise rows stay as they are.
-    """
+    """The routes of the rows of one step; rows stay as they are unless it `is_on`, as the configuration says."""
 
     def __init__(self, module: nn.Module, config: RankConfig, *, is_policy: bool) -> None:
         """`module` is called in forward passes, and replays routes if they are on."""

@@ -56,12 +56,7 @@ class RowAdam:
 
     @torch.no_grad()
     def update(self, row: int, gradient: Tensor, params: AdamParams, *, norm: float) -> None:
-        """Update one row.
-
-        Args:
-            gradient: [P] float32; clipped in place.
-            norm: its norm.
-        """
+        """Update one row by `gradient`, [P] float32, which is clipped in place; `norm` is its norm."""
         if params.clip_norm:  # as torch's clip_grads_with_norm_ does it, to the last bit
             gradient.mul_((params.clip_norm / (torch.tensor(norm, device=gradient.device) + 1e-6)).clamp(max=1.0))
         adamw(
@@ -89,7 +84,6 @@ class RowAdam:
         self.exp_avg[row], self.exp_avg_sq[row], self.steps[row] = exp_avg, exp_avg_sq, step
 
     def clear(self, row: int) -> None:
-        """Reset a row."""
         for state in (self.exp_avg, self.exp_avg_sq, self.steps):
             state[row] = 0.0
 

@@ -69,12 +69,8 @@ class PartWriter:
     """Writes versions of one model."""
 
     def __init__(self, like: ModelSnapshot, exchange: WeightExchange, groups: ProcessGroups, *, timeout_s: float, keeps_last: bool) -> None:
-        """Write versions.
-
-        Args:
-            like: the model to write; its state is not used.
-            timeout_s: time for a rank to write its part.
-            keeps_last: whether each rank keeps its part, because the next version may be written as its changes.
+        """`like` is the model to write; its state is not used. A rank has `timeout_s` to write its part, which it `keeps_last` because the
+        next version may be written as its changes.
         """
         self._like = like
         self._exchange = exchange

@@ -107,9 +107,7 @@ def let_replay(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
 def row_of(batch: Batch, indices: np.ndarray, *, share_prefix: bool, families: np.ndarray | None = None) -> PackedRow:
     """Pack some sequences into a row whose `batch_index` and `owner` refer to the whole batch; it is empty if they score nothing.
 
-    Args:
-        indices: [n] int64, the sequences.
-        families: [N] int64, for the whole batch; see `pack_row`.
+    `indices` are [n] int64; `families`, [N] int64 for the whole batch, are those of `pack_row`.
     """
     row = pack_row(batch.select(indices), share_prefix=share_prefix, families=None if families is None else families[indices])
     return replace(row, batch_index=gather_ranges(batch.target_offsets, indices)[row.batch_index], owner=indices[row.owner])
@@ -134,13 +132,7 @@ def predict_values(
 def score_row(
     model: nn.Module, batch: Batch, row: PackedRow, *, predict: Predict, temperature: float, report: bool = False,
 ) -> ScoredRow:
-    """Run a forward pass, and compute the losses of the row's targets.
-
-    Args:
-        batch: the batch that the row was packed from.
-        temperature: temperature of the log-probabilities.
-        report: whether entropy and metrics are computed.
-    """
+    """Run a forward pass, and compute the losses of the row's targets in `batch`; entropy and metrics only for a `report`."""
     trains_entropy = any("entropy" in reads_of(loss) for loss in batch.losses)
     predictions, entropy = predict(
         model, row, temperature=temperature, with_entropy=report or trains_entropy, entropy_gradient=trains_entropy)

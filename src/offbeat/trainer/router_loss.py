@@ -60,13 +60,8 @@ class RouterLoss(Protocol):
 def router_loss_of(module: nn.Module, config: RankConfig, groups: ProcessGroups, *, is_policy: bool) -> RouterLoss:
     """Return the loss of a model's routers.
 
-    A policy's routers are watched where its rows run packed and its layers are not compiled, into which the watch would cut.
-
-    Args:
-        module: what is called in forward passes; a model, bare or wrapped.
-
-    Raises:
-        ModelError: as `experts_per_token`.
+    A policy's routers are watched where its rows run packed and its layers are not compiled, into which the watch would cut. `module` is
+    called in forward passes: a model, bare or wrapped. Raises as `experts_per_token`.
     """
     coefficient, bare = config.train.router_aux_loss_coefficient, getattr(module, "module", module)
     loss = LoadBalancing(module, coefficient, groups) if coefficient else NoRouterLoss()
@@ -97,11 +92,7 @@ class LoadBalancing:
     """The loss of `offbeat.model.routers`, times a coefficient."""
 
     def __init__(self, module: nn.Module, coefficient: float, groups: ProcessGroups) -> None:
-        """`module` is called in forward passes.
-
-        Raises:
-            ModelError: as `experts_per_token`.
-        """
+        """`module` is called in forward passes. Raises as `experts_per_token`."""
         self.module = module
         self.coefficient = coefficient
         bare = getattr(module, "module", module)
@@ -110,7 +101,6 @@ class LoadBalancing:
         self._groups = groups
 
     def of_minibatch(self, batch: Batch, rows: Sequence[PackedRow], *, run: Run, wait: Wait) -> MinibatchLoss:
-        """See `RouterLoss`."""
         minibatch = _Balanced(self, batch, wait)
         if len(rows) > 1:
             minibatch.count(rows, run)
@@ -145,7 +135,6 @@ class WatchedRouters:
         self._loss = loss
 
     def of_minibatch(self, batch: Batch, rows: Sequence[PackedRow], *, run: Run, wait: Wait) -> MinibatchLoss:
-        """See `RouterLoss`."""
         return _Watched(self, self._loss.of_minibatch(batch, rows, run=run, wait=wait), wait, num_rows=len(rows))
 
 

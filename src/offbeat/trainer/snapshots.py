@@ -71,7 +71,7 @@ class Snapshot(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class ModelSnapshot:
-    """A whole model, or a part of it: some whole tensors.
+    """The `Snapshot` of a whole model, or of a part of it: some whole tensors.
 
     Attributes:
         state: weights as CPU tensors, by the names of their modules, tied ones once; empty on ranks that do not keep any.
@@ -84,11 +84,9 @@ class ModelSnapshot:
 
     @property
     def num_bytes(self) -> int:
-        """See `Snapshot.num_bytes`."""
         return sum(tensor.nbytes for tensor in self.state.values())
 
     def fingerprint(self) -> str:
-        """See `Snapshot.fingerprint`."""
         return combine(self.digests())
 
     def digests(self) -> dict[str, bytes]:
@@ -104,14 +102,12 @@ class ModelSnapshot:
         self._write(folder, self.published())
 
     def write_changes(self, folder: Path, *, since: Snapshot, base: Path) -> int:
-        """See `Snapshot.write_changes`."""
         assert isinstance(since, ModelSnapshot), "a model's changes are those of a model"
         return write_changes(self.published(), folder, since=since.published(), base=base)
 
     def offer(
         self, folder: Path | None, *, host: str, num_receivers: int, timeout_s: float, since: Snapshot | None = None, base: str = "",
     ) -> WeightBroadcast:
-        """See `Snapshot.offer`."""
         assert since is None or isinstance(since, ModelSnapshot), "a model's changes are those of a model"
         state = self.published()
         found = None if since is None else smaller_changes(state, since=since.published())
@@ -120,7 +116,6 @@ class ModelSnapshot:
             changes=None if found is None else Changes(base, found))
 
     def export(self, folder: Path, *, tokenizer_folder: Path) -> None:
-        """See `Snapshot.export`."""
         export_folder(self.published(), folder, model_folder=self.model_folder, tokenizer_folder=tokenizer_folder, dtype=self.dtype)
 
     def _write_fallback(self, folder: Path | None, state: Mapping[str, Tensor]) -> None:
@@ -134,7 +129,7 @@ class ModelSnapshot:
 
 @dataclass(frozen=True, eq=False)
 class AdapterSnapshot:
-    """An adapter, always in float32, with its frozen model, which the adapter's folder names `base`.
+    """The `Snapshot` of an adapter, always in float32, with its frozen model, which the adapter's folder names `base`.
 
     Attributes:
         state: the frozen model's weights in float32, as `ModelSnapshot` has them, for `export`; else empty.
@@ -149,11 +144,9 @@ class AdapterSnapshot:
 
     @property
     def num_bytes(self) -> int:
-        """See `Snapshot.num_bytes`."""
         return self.adapter.num_bytes
 
     def fingerprint(self) -> str:
-        """See `Snapshot.fingerprint`."""
         return self.adapter.fingerprint()
 
     def write(self, folder: Path) -> None:

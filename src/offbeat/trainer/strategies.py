@@ -33,11 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class Strategy(Protocol):
-    """A model distributed over the ranks.
-
-    Attributes:
-        forward: called for a forward pass; collective.
-    """
+    """A model distributed over the ranks. Calls of `forward` are forward passes, and collective."""
 
     forward: nn.Module
 
@@ -122,15 +118,12 @@ def load(
     read: Callable[[Divide | None], PreTrainedModel], *, groups: ProcessGroups, precision: Precision = "float32", trained: bool = True,
     compiles: bool = False,
 ) -> tuple[PreTrainedModel, Strategy]:
-    """Load a model and distribute it over the ranks; collective.
+    """Load a model and distribute it over the ranks; collective. Raises as `choose`.
 
     Args:
         read: loads the model; with an argument, as `offbeat.model.load.load_causal_lm` does with `divide`. Where ranks hold parts of the
             model, each then reads no more than its own, unless `read` raises `WholeOnlyError`.
         compiles: whether layers are compiled, once the model has its final form on its device.
-
-    Raises:
-        ModelError: as `choose`.
     """
     loaded = None
     if groups.shape.shard > 1 or groups.shape.tp > 1:

@@ -65,12 +65,7 @@ WHOLE = ""
 
 
 class Trainer(ABC):
-    """Weights, their gradients and an optimizer.
-
-    Attributes:
-        step: number of training steps since the optimizer was fresh.
-        groups: this rank and its peers.
-    """
+    """Weights, their gradients and an optimizer; `step` is the number of training steps since the optimizer was fresh."""
 
     _model: PreTrainedModel
     """The trained model, or the model under the adapters; subclasses set it."""
@@ -150,8 +145,7 @@ class Trainer(ABC):
     def forward_backward(self, batch: Batch) -> Scores:
         """Score a batch and accumulate the gradients of its loss.
 
-        Args:
-            batch: this rank's share, which may be empty; sequences with equal beginnings share them, whatever their group ids are.
+        `batch` is this rank's share, which may be empty; sequences with equal beginnings share them, whatever their group ids are.
 
         Raises:
             ConfigError: there is no such adapter.
@@ -256,8 +250,7 @@ class Trainer(ABC):
     def canary(self, tokens: Sequence[int], *, dtype: Dtype = "float32", name: str = WHOLE) -> tuple[float, ...]:
         """Return the log-probability, at temperature 1 and without autocast, of each token but the first; collective, equal on all ranks.
 
-        Args:
-            dtype: number format of the published weights, under which tokens are scored.
+        `dtype` is the number format of the published weights, under which tokens are scored.
         """
         with self.groups.sync.region("canary"), self._published(name, dtype):
             return canary_logprobs(self._module, tokens)

@@ -37,10 +37,7 @@ class ValueTrainer(ModelTrainer):
     def build_critic(cls, folder: str, *, config: RankConfig, groups: ProcessGroups, policy: ModelTrainer | None) -> Self:
         """Build the critic of a run; raises as `build`.
 
-        Args:
-            folder: folder or hub id of a language model.
-            policy: the critic begins with its weights, as far as these have been trained when its own training begins; None keeps the
-                folder's.
+        It begins with the weights of `policy`, as far as these have been trained when its own training begins; None keeps the folder's.
         """
         train = config.train.model_copy(update={"router_aux_loss_coefficient": 0.0})
         trainer = cls.build(folder, config=config.model_copy(update={"algorithm": AlgorithmConfig(), "train": train}), groups=groups)

@@ -42,9 +42,8 @@ def build_model(request: BuildRequest) -> None:
 def build_trainers(model: str, config: RankConfig, groups: ProcessGroups, *, trains: Trainee = "policy") -> dict[str, Part]:
     """Load models, and build the trainers of a run by the part that they train; collective.
 
-    Args:
-        model: folder or hub id of the policy, or of the model that `trains` names; its trainer is the part "". The part "critic" is trained
-            beside a policy, and "teacher" is the frozen model of `teacher.path`.
+    `model` is the folder or hub id of the policy, or of the model that `trains` names; its trainer is the part "". The part "critic" is
+    trained beside a policy, and "teacher" is the frozen model of `teacher.path`.
 
     Raises:
         ConfigError: a step of the policy's training cannot fit on the accelerator; nothing was loaded.

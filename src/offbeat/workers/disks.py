@@ -40,10 +40,9 @@ _locks: dict[Path, int] = {}
 
 @dataclass(frozen=True)
 class DiskFolder:
-    """A folder, by its place on a disk: one or more names with "/" between them.
+    """A folder by its place on a disk, one or more names with "/" between them; of its files those whose names fit `only`, if it is given.
 
-    Attributes:
-        only: patterns of file names, such as "config.json", without their folders; empty for all files.
+    For example, `only` may be ("config.json", "tokenizer*").
     """
 
     place: str
@@ -52,12 +51,7 @@ class DiskFolder:
 
 @dataclass(frozen=True)
 class FileInfo:
-    """A file of a folder.
-
-    Attributes:
-        name: its name in the folder, with "/" between names where it lies deeper.
-        sha256: checksum as hexadecimal digits.
-    """
+    """A file of a folder, by its name there, with "/" between names where it lies deeper; `sha256` has hexadecimal digits."""
 
     name: str
     num_bytes: int
@@ -106,12 +100,7 @@ class FolderFound:
 
 @dataclass(frozen=True)
 class Settle:
-    """Ends the arrival of a folder.
-
-    Attributes:
-        files: the files that it must have.
-        merge: whether they are added to the folder that is there; otherwise they take its place.
-    """
+    """Ends the arrival of a folder, which must have these files; they `merge` with the folder that is there, or take its place."""
 
     place: str
     files: tuple[FileInfo, ...]
@@ -216,7 +205,7 @@ class Disk(Protocol):
 
 
 class NearDisk:
-    """A folder of this machine."""
+    """The `Disk` of a folder of this machine."""
 
     name = "this machine"
 
@@ -224,7 +213,6 @@ class NearDisk:
         self._service = DiskService(root, durable=True)
 
     async def ask(self, method: str, request: Any, reply: type[T], *, timeout_s: float) -> T:  # noqa: ARG002 (a local disk has no deadline)
-        """See `Disk.ask`."""
         try:
             return await asyncio.to_thread(getattr(self._service, method), request)
         except OSError as exc:
@@ -232,25 +220,18 @@ class NearDisk:
 
 
 class FarDisk:
-    """A folder on the machine of a worker, reached through that worker's host."""
+    """The `Disk` of a folder on the machine of a worker, reached through that worker's host."""
 
     def __init__(self, name: str, root: str, call: Callable[[str, bytes, float], Awaitable[bytes]]) -> None:
-        """Reach a disk.
-
-        Args:
-            root: path of the folder on that machine.
-            call: `call(method, payload, timeout_s)` calls the `DiskService` there.
-        """
+        """`root` is the folder's path on that machine; `call(method, payload, timeout_s)` calls the `DiskService` there."""
         self.name = name
         self._root = PurePosixPath(root)
         self._call = call
 
     async def ask(self, method: str, request: Any, reply: type[T], *, timeout_s: float) -> T:
-        """See `Disk.ask`."""
         return wire.decode(reply, await self._call(method, wire.encode(request), timeout_s))
 
     def path(self, place: str) -> str:
-        """Return the path of a place on that machine."""
         return str(self._root / place)
 
 
@@ -378,7 +359,6 @@ async def _copy(info: FileInfo, source: Disk, place: str, target: Disk, to: str,
 
 
 def _digests(paths: Sequence[Path]) -> list[str]:
-    """Return the checksums of files."""
     with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
         return list(pool.map(sha256, paths))
 

@@ -43,7 +43,6 @@ class LocalLauncher:
         """Do nothing: every worker starts on this machine."""
 
     async def start(self, spec: WorkerSpec, *, timeout_s: float) -> Worker:
-        """Start a worker; see `Launcher.start`."""
         env = spec.environment
         if spec.num_devices:
             if spec.name not in self._devices:

@@ -127,7 +127,7 @@ class _Host:
 
 
 class RayWorker:
-    """The controller's view of one actor and its child."""
+    """The controller's view of one actor and its child, a `Worker`."""
 
     def __init__(self, spec: WorkerSpec, actor: Any) -> None:
         self.name = spec.name
@@ -183,11 +183,9 @@ class RayWorker:
 
     @property
     def cpu_s(self) -> None:
-        """See `Worker.cpu_s`."""
         return None
 
     async def call(self, method: str, payload: Payload = b"", *, timeout_s: float, patience_s: float | None = None) -> bytes:
-        """See `Worker.call`."""
         whole = payload if isinstance(payload, bytes) else b"".join(payload)
         return await self._ask("call", method, whole, patience_s, timeout_s=timeout_s, doing=f"in {method}")
 
@@ -195,7 +193,6 @@ class RayWorker:
         return await self._ask("ask_disk", method, payload, timeout_s=timeout_s, doing=f"in {method} on its disk")
 
     async def stack(self) -> str:
-        """See `Worker.stack`."""
         try:
             async with asyncio.timeout(_MARGIN_S):
                 return await self._actor.stack.remote()
@@ -372,7 +369,6 @@ class RayLauncher:
                 await asyncio.to_thread(self._reaper.reap)
 
     async def reserve(self, specs: Sequence[WorkerSpec], *, timeout_s: float) -> None:
-        """See `Launcher.reserve`."""
         if all(spec.name in self._places for spec in specs):  # they are started anew, and Ray moves their room if its machine is gone
             return
         bundles = [{"CPU": float(spec.threads)} | ({"GPU": float(spec.num_devices)} if spec.num_devices else {}) for spec in specs]
@@ -390,7 +386,6 @@ class RayLauncher:
             self._places[spec.name] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
 
     async def start(self, spec: WorkerSpec, *, timeout_s: float) -> Worker:
-        """See `Launcher.start`."""
         worker = await RayWorker.start(
             spec, timeout_s=timeout_s, reaper=self._reaper, place=self._places.get(spec.name), beside=self._mark(spec),
             scratch=self._scratch)

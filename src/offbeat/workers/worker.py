@@ -104,11 +104,7 @@ def huge_page_environment() -> dict[str, str]:
 
 
 class Far(Protocol):
-    """A disk that this process does not see, on which files of the run have places; `workers.disks` copies them there and back.
-
-    Attributes:
-        name: name of the machine; disks of one name are one disk.
-    """
+    """A disk that this process does not see, to which `workers.disks` copies files of the run, and back; disks of one `name` are one."""
 
     @property
     def name(self) -> str: ...
@@ -117,9 +113,7 @@ class Far(Protocol):
         """Call a method of the `DiskService` there."""
         ...
 
-    def path(self, place: str) -> str:
-        """Return the path of a place on that machine."""
-        ...
+    def path(self, place: str) -> str: ...
 
 
 class Worker(Protocol):
@@ -202,8 +196,7 @@ async def ask_all(
 ) -> list[T]:
     """`ask` each worker its request, all at once.
 
-    Args:
-        patience_s: longest time for which a worker may be stopped, or hang.
+    `patience_s` is the longest time for which a worker may be stopped, or hang.
 
     Raises:
         OffbeatError: the root cause where some fail, as raised by its worker; the others' errors are notes of one line. Where only a
