@@ -269,8 +269,9 @@ _rows: dict[Path, tuple[int, int]] = {}
 
 def parts(folder: Path) -> Iterator[Path]:
     """Files that have been begun and do not have their names yet."""
-    for name in ("", "rollouts", "evaluations", "checkpoints/*", "checkpoints/*/ranks", "weights/*"):
-        yield from (folder / name).parent.glob(f"{(folder / name).name}/.*.part") if name else folder.glob(".*.part")
+    for name in ("", "rollouts/", "evaluations/", "checkpoints/*/", "checkpoints/*/ranks/", "weights/*/"):
+        with suppress(FileNotFoundError):  # a folder that is removed meanwhile
+            yield from folder.glob(f"{name}.*.part")
 
 
 def _moment(name: str, folder: Path) -> Callable[[], bool]:
