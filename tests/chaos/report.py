@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -46,11 +47,17 @@ switch does it; *the controller* is the process that was started, whose workers 
 with an error. An *engine*, a *reward process* or a process of *agents* is replaced while the run goes on.
 """
 
-_EARLIER = """\
-## What an earlier sitting found
+_FOLDERS = re.compile(r"(?:/[\w.,~-]+)+/")
+"""Beginnings of paths, which say nothing to a reader."""
 
-153 of 162 kills were as promised; their records are lost. What was not has been mended since. As the records could not be asked again,
-causes were found by reading, and a test shows each:
+_EARLIER = """\
+## What earlier sittings found
+
+In the last one, ranks under `torchrun` that were starting outlived it by minutes: they waited for the store that it had served. They end at
+once now.
+
+In the first one 153 of 162 kills were as promised; their records are lost. What was not has been mended since. As the records could not be
+asked again, causes were found by reading, and a test shows each:
 
 - Four times the account was wrong: rollouts of steps that the next start redoes are stored then.
 - Twice the journal of a run of agents could not be read to its end. An error between the training of a step and its record, as of a rank
@@ -59,7 +66,7 @@ causes were found by reading, and a test shows each:
   controller is killed while Ray starts, the run did not know of them either; now it does.
 - Twice one folder of weights too many was left: one that a version on its way had kept, or the last requests of an adapter.
 
-In the last sitting one command ended by itself before it was to be killed, which is not counted: under a load of 30 its only engine had not
+In the second one a command ended by itself before it was to be killed, which is not counted: under a load of 30 its only engine had not
 healed within `inference.heal_timeout_s`, 120 s.
 """
 
@@ -98,9 +105,10 @@ def document(rows: Sequence[Row], *, wanted: int, before: Sequence[Row] = ()) ->
         [(name, *rest) for name, _, *rest in _by(rows, lambda row: " and ".join(map(_kind, row.names)) or "nothing", {})])
     failed = f"\n\n## Not as promised\n\n{_problems(rows)}" if fine < len(rows) else ""
     if before:
-        runs = len({(row.mode, row.chain) for row in before})
+        num = len({(row.mode, row.chain) for row in before})
+        runs = f"{num} run{'s' * (num > 1)}"
         failed += (
-            f"\n\n## Done again after a mend\n\nNot counted above are {len(before)} kills of {runs} runs, which were done again, with the"
+            f"\n\n## Done again after a mend\n\nNot counted above are {len(before)} kills of {runs}, which were done again, with the"
             f" same draws, when the cause of what was not as promised had been mended:\n\n{_problems(before)}")
     parts = [_HEAD.rstrip(), head, promises, share, "## Runs", modes, "## Moments", moments, "## Processes", victims]
     return "\n\n".join(parts) + failed + f"\n\n{_EARLIER}"
@@ -108,7 +116,8 @@ def document(rows: Sequence[Row], *, wanted: int, before: Sequence[Row] = ()) ->
 
 def _problems(rows: Sequence[Row]) -> str:
     return "\n".join(
-        f"- {row.mode}, {' and '.join(row.names)} at {row.was}: {'; '.join(row.problems)[:300]}" for row in rows if row.problems)
+        f"- {row.mode}, {' and '.join(row.names)} at {row.was}: {_FOLDERS.sub('', '; '.join(row.problems))[:300]}"
+        for row in rows if row.problems)
 
 
 def _num_steps(rows: Sequence[Row]) -> int:
