@@ -19,7 +19,7 @@ from offbeat.config.root import TRAINING_KINDS
 from offbeat.controller.evaluate import Evaluator, Keep
 from offbeat.data.tokenizer import load_tokenizer
 from offbeat.data.trajectory import Group
-from offbeat.errors import CodeError, DeadlineError, PublishError
+from offbeat.errors import CodeError, DeadlineError, PublishError, StorageError
 from offbeat.evaluation.scores import Evaluation
 from offbeat.fleet.publishers import OnServed, WeightsPublisher
 from offbeat.journal.run_journal import RunJournal, folder_of
@@ -316,6 +316,19 @@ def test_a_run_that_fails_says_why_in_its_events(tmp_path: Path, model_dir: str)
     assert failed["error"].startswith("CodeError: the reward")
     assert "the run failed" in (run.folder / "logs" / "controller.log").read_text()
     assert not (run.folder / "result.json").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+def test_a_result_that_a_full_disk_does_not_take_is_shown_all_the_same(tmp_path: Path) -> None:
+    config, shown = small_config(tmp_path), io.StringIO()
+    config.run_dir.mkdir()
+    (config.run_dir / ".result.json.part").symlink_to("/dev/full")
+    result = SupervisedResult(
+        steps=2, trained_tokens=99, final_loss=0.5, accuracy=None, accuracy_step=None, train_wall_s=1, startup_wall_s=1, seed=0,
+        torch_in_controller=False, controller_memory_bytes=1, stopped_early=False)
+    with pytest.raises(StorageError, match="cannot be written: No space left on device; free space there; what was saved before is intact"):
+        run_module._finish(result, config, Console("json", stream=shown))
+    assert json.loads(shown.getvalue())["trained_tokens"] == 99
 
 
 class PressedAtTheEnd(Console):

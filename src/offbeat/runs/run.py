@@ -196,11 +196,17 @@ def _finish(result: R | None, config: Config, console: Console) -> R | None:
         values = asdict(result)
         sets, best = values.pop("sets", {}), values.pop("best", None)
         written = values | ({"sets": sets} if sets else {}) | ({"best": best} if best else {})
-        write_file(config.run_dir / "result.json", wire.encode_json(written) + b"\n")
-        told = {f"{name}_{when}": accuracy for name, marks in sets.items() for when, accuracy in marks.items()}
+        shown = {f"{name}_{when}": accuracy for name, marks in sets.items() for when, accuracy in marks.items()}
         if best:
-            told["best"] = f"{best['metric']} {best['value']:.4g} after step {best['global_step']}"
-        console.show_result(values | told)
+            shown["best"] = f"{best['metric']} {best['value']:.4g} after step {best['global_step']}"
+        try:
+            write_file(config.run_dir / "result.json", wire.encode_json(written) + b"\n")
+        except OSError as exc:
+            if (told := of_disk(exc)) is None:
+                raise
+            raise told from exc
+        finally:
+            console.show_result(values | shown)
     return result
 
 
