@@ -2,6 +2,8 @@
 
 import json
 from collections import Counter
+from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +66,7 @@ def _wrong_prompts(world: World, done: dict[str, Any], rows: list[dict[str, Any]
     """Check that no prompt of an epoch was trained on twice, and that none before the last ones trained on was lost."""
     found = []
     for head in range(world.num_heads):
-        found += _wrong_prompts_of(world, head, done, [row for row in rows if row.get("head") == head])
+        found += _wrong_prompts_of(world, head, done, rows)
     return found
 
 
@@ -72,7 +74,7 @@ def _wrong_prompts_of(world: World, head: int, done: dict[str, Any], rows: list[
     """Check the prompts that one process has drawn."""
     counts = Counter(group["prompt"] for groups in done["steps"] for group in groups if group["head"] == head)
     found = [f"prompt {prompt} is trained on {count} times" for prompt, count in counts.items() if count > 1]
-    rejected = {row["settled"] for row in rows if "settled" in row and not row["again"]}
+    rejected = {row["settled"] for row in rows if "settled" in row and row["head"] == head and not row["again"]}
     missing = []
     by_epoch: dict[int, set[int]] = {}
     for prompt in (*counts, *rejected):
@@ -84,10 +86,27 @@ def _wrong_prompts_of(world: World, head: int, done: dict[str, Any], rows: list[
         missing += [f"{epoch}:{row}" for row in set(range(num_rows)) - by_epoch.get(epoch, set())]
     if missing:
         found.append(f"prompts {sorted(missing)[:10]} were lost")
-    drawn = {row["drawn"] for row in rows if "drawn" in row}
+    drawn = _drawn(world, head, rows)
     if lost := sorted(prompt for prompt in drawn - set(counts) - rejected if int(prompt.partition(":")[0]) == last):
         found.append(f"prompts {lost[:10]} were drawn, and neither trained on nor rejected")
     return found
+
+
+def _drawn(world: World, head: int, rows: list[dict[str, Any]]) -> set[str]:
+    """Prompts of a process that are owed: without a journal, none that a killed life has drawn after the last step that it saved."""
+    owed: set[str] = set()
+    trained: set[str] = set()
+    new: set[str] = set()
+    for row in rows:
+        if "drawn" in row and row["head"] == head:
+            new.add(row["drawn"])
+        elif "trained" in row:
+            trained = set(new)
+        elif "saved" in row:
+            owed |= trained
+        elif "killed" in row and not world.settings["checkpoint.journal"]:
+            new, trained = set(), set()
+    return owed | new
 
 
 def _generated_again(world: World, rows: list[dict[str, Any]]) -> list[str]:
@@ -106,43 +125,79 @@ def _generated_again(world: World, rows: list[dict[str, Any]]) -> list[str]:
     return found
 
 
+@dataclass
+class _Asked:
+    """A request that an engine was sent, for samples of a prompt.
+
+    Attributes:
+        num: of its samples.
+        told: when the run was told of tokens, with the versions of all that the samples had then.
+    """
+
+    prompt: str
+    engine: str
+    num: int
+    told: list[tuple[float, list[list[int]]]] = field(default_factory=list)
+
+    def versions(self, until_s: float, newest: float) -> list[list[int]]:
+        """Versions of the tokens that the run was told of in time, up to the newest that its engine had proven then."""
+        told = [versions for at, versions in self.told if at <= until_s]
+        return [[each for each in sample if each <= newest] for sample in told[-1]] if told else [[]] * self.num
+
+
 def _tokens_generated_again(world: World, rows: list[dict[str, Any]]) -> list[str]:
     """Check that unfinished samples of which the run had been told tokens before it was killed go on from these.
 
-    It has until the next record after it was told. Of these tokens, those of versions count that the engine which goes on has, too.
+    It has until the next record after it was told, and records no tokens of weights before its engine has proven them; an adapter is proven
+    before its first token. Of these tokens, those of versions count that the engine which goes on has, too.
     """
     if not world.keeps_running:
         return []
     recorded_after_s = world.settings["checkpoint.journal_running_s"] + 2.0
     found: list[str] = []
-    told: dict[str, dict[str, list[tuple[float, list[list[int]]]]]] = {}  # by prompt and request: when, and the tokens' versions
+    requests: dict[str, _Asked] = {}
+    proven: dict[str, list[tuple[float, int]]] = {}
     known: dict[str, list[list[int]]] = {}
-    asked: dict[str, list[int]] = {}
-    for row in rows:
+    going_on: dict[str, list[tuple[int, int]]] = {}  # by prompt: tokens that a sample has when it is asked for, and the engine's version
+    for row in (*rows, {"ended": "the last life"}):
+        if ends := bool(row.keys() & {"killed", "ended", "done"}):
+            found += [text for prompt, samples in known.items() if (text := _shorter(prompt, samples, going_on.get(prompt, [])))]
+            known, going_on = {}, {}
         if "killed" in row:
-            for prompt, requests in told.items():
-                early = [[versions for at, versions in all_told if at <= row["at"] - recorded_after_s] for all_told in requests.values()]
-                known[prompt] = [versions for request in early if request for versions in request[-1]]
-            told, asked = {}, {}
-        elif "told" in row:
-            versions = [[0] * row["num_begun"] + each for each in row["versions"]]
-            told.setdefault(row["prompt"], {}).setdefault(row["told"], []).append((row["at"], versions))
+            until_s = row["at"] - recorded_after_s
+            for each in requests.values():
+                of_engine = [version for at, version in proven.get(each.engine, ()) if at <= until_s]
+                newest = inf if world.lora else max(of_engine, default=-1)
+                known.setdefault(each.prompt, []).extend(each.versions(until_s, newest))
+        if ends:
+            requests, proven = {}, {}
+        elif "proven" in row:
+            proven.setdefault(row["engine"], []).append((row["at"], row["proven"]))
+        elif row.get("told") in requests:
+            requests[row["told"]].told.append((row["at"], [[0] * row["num_begun"] + each for each in row["versions"]]))
         elif "answered" in row:
-            for requests in told.values():
-                requests.pop(row["answered"], None)
-        elif "asked" in row and (samples := known.get(row["prompt"])):
-            begun = asked[row["prompt"]] = [*asked.get(row["prompt"], ()), *row["asked"]]
-            if len(begun) < len(samples):
-                continue  # others of the group follow
-            wanted = sorted((sum(version <= row["version"] for version in each) for each in samples), reverse=True)
-            if any(has < least for has, least in zip(sorted(begun, reverse=True), wanted, strict=False)):
-                found.append(f"samples of prompt {row['prompt']} go on from {begun} tokens, and the run was told {wanted} before a kill")
-            del known[row["prompt"]]
+            requests.pop(row["answered"], None)
+        elif "asked" in row:
+            requests[row["asked"]] = _Asked(row["prompt"], row["engine"], len(row["begun"]))
+            going_on.setdefault(row["prompt"], []).extend((begun, row["version"]) for begun in row["begun"])
         elif "anew" in row:
             known = {}  # its first tokens would be too stale
-        elif "ended" in row:
-            told = {}
     return found[:3]
+
+
+def _shorter(prompt: str, samples: list[list[int]], going_on: list[tuple[int, int]]) -> str:
+    """Say that samples went on from fewer tokens than were told; "" if all have them, or were not all asked for.
+
+    Groups of several epochs may have the same prompt, so that the ones with most tokens are taken for those that went on.
+    """
+    if len(going_on) < len(samples):
+        return ""
+    oldest = min(version for _, version in going_on)
+    wanted = sorted((sum(version <= oldest for version in each) for each in samples), reverse=True)
+    has = sorted((begun for begun, _ in going_on), reverse=True)[:len(wanted)]
+    if all(each >= least for each, least in zip(has, wanted, strict=True)):
+        return ""
+    return f"samples of prompt {prompt} go on from {has} tokens, and the run was told {wanted} before a kill"
 
 
 def _trained_again(rows: list[dict[str, Any]]) -> list[str]:

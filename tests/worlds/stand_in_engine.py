@@ -209,8 +209,9 @@ class StandInEngine:
             prompt = " ".join(map(str, body["prompt"][: len(body["prompt"]) - begun]))
             self._running[name] = _Running(prompt, begun, tokens, versions)
             if world.keeps_running:
-                self._life.note(asked=[begun] * len(lengths), prompt=prompt, version=(
-                    split_adapter_name(adapter)[1] if adapter else self._weights[0]))
+                self._life.note(
+                    asked=name, begun=[begun] * len(lengths), prompt=prompt, engine=self.name,
+                    version=split_adapter_name(adapter)[1] if adapter else self._weights[0])
         for at in range(max(lengths)):
             await self._awake.wait()
             await self._life.takes(token_s)
@@ -237,6 +238,8 @@ class StandInEngine:
             if adapter not in self._adapters:
                 raise _RefusedError(404, f"there is no adapter {adapter}")
             fingerprint = self._adapters[adapter][0]
+        elif self._life.world.keeps_running:
+            self._life.note(proven=version, engine=self.name)
         return {"version": version, "fingerprint": fingerprint, "logprobs": [-1.0] * (len(body["tokens"]) - 1)}
 
 
