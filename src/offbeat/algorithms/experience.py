@@ -114,14 +114,12 @@ def with_scores(batch: Batch, scores: Mapping[str, np.ndarray], config: Algorith
 
     The batch gets the column `ref_logprobs` where the loss or `config.kl_target` reads it. With `config.reward_kl` = beta, the reward of a
     target is -beta * (rollout_logprobs - ref_logprobs), and at the last one of a sequence also the sequence's advantage; a target's
-    advantage is the discounted sum of the rewards from there on, whitened if `config` says so.
+    advantage is the discounted sum of the rewards from there on, whitened if `config` says so. With a critic, `critic.with_values` makes
+    advantages of the rewards of tokens instead.
 
-    With a critic, `critic.with_values` makes advantages of the rewards of tokens instead.
-
-    Args:
-        scores: by name, as far as `config` needs them: `ref_logprobs` [M] float32, under the reference policy, whose differences from
-            `rollout_logprobs` are limited to 20; `values` [M] float32, and `end_values` [N] float32, the critic's value after the last
-            token of a sequence that was cut off, and 0 for others.
+    Scores are, as far as `config` needs them, `ref_logprobs` [M] float32, under the reference policy, whose differences from
+    `rollout_logprobs` are limited to 20; `values` [M] float32, and `end_values` [N] float32, the critic's value after the last token of a
+    sequence that was cut off, and 0 for others.
     """
     penalties = np.zeros(batch.num_targets)
     if config.compares_reference:

@@ -73,13 +73,9 @@ def _attend(step: DecodeStep, bags: Bags, scale: float, layer: int, queries: Ten
 
 
 def weighted_sums(table: Tensor, rows: Tensor, bags: Tensor, weights: Tensor) -> Tensor:
-    """Add up rows of a table [N, S], each times its weight.
+    """Add up rows of a table [N, S], each times its weight: [M, S] in the table's dtype, summed in float32.
 
-    Args:
-        rows: [K] integer, those of the first sum, then of the second; bags: [M], where each sum begins; weights: [K], as the table.
-
-    Returns:
-        [M, S] in the table's dtype, summed in float32.
+    `rows` [K] are those of the first sum, then of the second; `bags` [M] is where each sum begins; `weights` [K] are as the table.
     """
     return torch.embedding_bag(table, rows, bags, False, 0, False, weights)[0]
 

@@ -53,16 +53,13 @@ class Attention(Protocol):
         ...
 
     def attend_prompts(self, queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:
-        """Compute attention of new tokens.
+        """Compute attention [N, num_heads, L, head_dim] of new tokens.
 
         Args:
             queries: [N, num_heads, L, head_dim].
-            keys: [N, num_kv_heads, W, head_dim]; values likewise.
+            keys, values: [N, num_kv_heads, W, head_dim].
             mask: [N, 1, L, W], added to the scores; None is causal attention of W = L tokens.
             scale: factor of the scores.
-
-        Returns:
-            [N, num_heads, L, head_dim].
         """
         ...
 

@@ -32,8 +32,7 @@ SHRINKS_AFTER_S = 10.0
 class CacheShape:
     """Shape of the keys and values stored for one position of one sample, and of its `num_routes` ids of experts; 0 for a dense model.
 
-    Attributes:
-        for_bags: whether it is stored as `bag_attention` reads it: in float32, and the positions of a key's number lie side by side.
+    With `for_bags` it is stored as `bag_attention` reads it: in float32, and the positions of a key's number lie side by side.
     """
 
     num_layers: int
@@ -339,8 +338,7 @@ class DecodeStep:
     def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new position's keys and values, each [B, num_kv_heads, head_dim] in the cache's dtype.
 
-        Returns:
-            All cached keys and values of the slots, each [B, num_kv_heads, positions, head_dim]; both are views.
+        Returns views of all cached ones of the slots, each [B, num_kv_heads, positions, head_dim].
         """
         cached = []
         for stored, new in zip(self._cache.layer(layer), (keys, values), strict=True):
@@ -371,18 +369,15 @@ def add_mask(positions: Tensor, *, width: int, window: int | None, dtype: torch.
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor, scale: float) -> Tensor:
-    """Compute attention of one new token per sample over the cache.
+    """Compute attention [B * num_kv_heads, G, head_dim] of one new token per sample over the cache.
 
     In half precision this uses torch's own kernels, one launch, which keep scores in float32 as a full forward does.
 
     Args:
         queries: [B * num_kv_heads, G, head_dim] in the cache's dtype, G query heads per key head.
-        keys: [B * num_kv_heads, width, head_dim]; values likewise.
+        keys, values: [B * num_kv_heads, width, head_dim].
         mask: [B * num_kv_heads, 1, width], added to the scores.
         scale: factor of the scores.
-
-    Returns:
-        [B * num_kv_heads, G, head_dim].
     """
     if queries.dtype.itemsize < 4:
         parts = (queries.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1))

@@ -382,15 +382,11 @@ class EmbeddedEngine:
             self._versions.add(version, source, prepared)
 
     def switch(self, version: Version, interrupt: Interrupt) -> "Future[float]":
-        """Serve a staged version.
+        """Serve a staged version; switching to the live one again changes nothing, unless other weights were staged under its number.
 
-        Args:
-            version: a staged version; switching to the live one again changes nothing, unless other weights were staged under its number.
-            interrupt: samples in flight continue under the new weights with their cache recomputed ("recompute") or as it is ("keep"), or
-                finish first under the old weights while no new ones start ("drain").
-
-        Returns:
-            A future of the duration in seconds; with "drain" it completes after later steps.
+        Samples in flight continue under the new weights with their cache recomputed ("recompute") or as it is ("keep"), or finish first
+        under the old weights while no new ones start ("drain"). Returns a future of the duration in seconds, which with "drain" completes
+        after later steps.
 
         Raises:
             RefusedError: the version is not staged.

@@ -66,11 +66,8 @@ class Forward(Protocol):
     ) -> Tensor:
         """Run the new tokens of N sequences, [N, L] int64 padded on the right with any valid id, and store their keys and values.
 
-        Args:
-            sequences: where one of them has images, all of its tokens up to the last new one, [K] int64.
-
-        Returns:
-            [N, V], logits after each sequence's last token.
+        Where one of them has images, `sequences` are all of its tokens up to the last new one, [K] int64 each. Returns the logits [N, V]
+        after each sequence's last token.
         """
         ...
 
@@ -79,8 +76,7 @@ class Forward(Protocol):
     ) -> Tensor:
         """Run one token per slot, [B] int64, and store its keys and values; returns the logits after it, [B, V].
 
-        Args:
-            shifts: [B] int64, see `shift_of`; None where there are no images.
+        `shifts` are [B] int64 of `shift_of`; None where there are no images.
         """
         ...
 

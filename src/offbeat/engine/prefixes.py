@@ -52,10 +52,7 @@ class Begun:
 class PrefixCache:
     """Blocks of keys and values, per layer two tensors [blocks, num_kv_heads, BLOCK, head_dim], and the tree that finds them.
 
-    Routes lie beside them, if the cache has any, in a last tensor [blocks, 1, BLOCK, num_routes].
-
-    Attributes:
-        max_blocks: most blocks to keep; `fit` sets it.
+    Routes lie beside them, if the cache has any, in a last tensor [blocks, 1, BLOCK, num_routes]. `fit` sets `max_blocks`.
     """
 
     def __init__(self, shape: CacheShape, *, device: torch.device, max_bytes: int) -> None:

@@ -161,9 +161,7 @@ class Rows:
     def append(self, drawn: Drawn, *, version: Version) -> tuple[np.ndarray, np.ndarray]:
         """Append its new token to every row.
 
-        Returns:
-            stopped, full: [B] bool each; whether the token is one of the row's stop ids or ends its structure, and whether the row has
-                reached its token limit.
+        Returns [B] bool twice: whether the token is one of the row's stop ids or ends its structure, and whether the row is at its limit.
         """
         count = len(self)
         rows, position = np.arange(count), self.length[:count]

@@ -45,8 +45,7 @@ def k3_of(log_ratios: Tensor) -> Tensor:
 def bernoulli_kl(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
     """Return [M] float64, KL(p || q) between the Bernoulli distributions "this token or any other" of two policies.
 
-    Args:
-        logprobs, other_logprobs: [M] log p and log q, at most 0; numbers above are taken as 0, and NaN stays NaN.
+    Their [M] log p and log q are at most 0; numbers above are taken as 0, and NaN stays NaN.
     """
     log_p, log_q = logprobs.double().clamp(max=0.0), other_logprobs.double().clamp(max=0.0)
     others_p, others_q = -torch.expm1(log_p), -torch.expm1(log_q)

@@ -97,8 +97,7 @@ def pick(logits_UV: Tensor, picks: Picks) -> tuple[Tensor, Tensor]:
 class FusedHead:
     """A linear output head that returns picked log-probabilities instead of logits, for one forward pass of its model.
 
-    Attributes:
-        entropy: [U] float32, set by the forward pass.
+    The pass sets `entropy`, [U] float32.
     """
 
     def __init__(self, head: nn.Linear, picks: Picks, keep: Tensor | None, *, in_float32: bool = False) -> None:

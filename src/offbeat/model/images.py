@@ -254,13 +254,10 @@ def last_seen(positions: np.ndarray, images: Sequence[np.ndarray]) -> np.ndarray
 
 
 def embedded(model: Any, tokens: Tensor, features: Sequence[tuple[np.ndarray, Tensor]]) -> dict[str, Any]:
-    """Return the inputs of tokens [N, L] int64 whose images are known.
+    """Return the inputs of tokens [N, L] int64 whose images are known: `inputs_embeds` [N, L, H], and with D > 1 also `image_layers`.
 
-    Args:
-        features: of images, the places [P] int64 of placeholders among the N * L tokens, each place once, and their features [P, D * H].
-
-    Returns:
-        `inputs_embeds` [N, L, H]; with D above 1 also `image_layers` (see `_add_deep`).
+    `features` of images are the places [P] int64 of placeholders among the N * L tokens, each place once, and their features
+    [P, D * H]. For `image_layers` see `_add_deep`.
     """
     embeds = model.get_input_embeddings()(torch.where(tokens >= FIRST_ID, 0, tokens))
     if not features:

@@ -17,8 +17,7 @@ from offbeat.model.uploads import upload
 class Route(Protocol):
     """The adapter of each of R tokens, as products of rows x [R, I] with matrices stacked by slot, [N, I, O].
 
-    Attributes:
-        scaling: factor of each token's delta; a number, or [R, 1] float32.
+    `scaling` is the factor of each token's delta; a number, or [R, 1] float32.
     """
 
     scaling: float | Tensor

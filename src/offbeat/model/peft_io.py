@@ -48,8 +48,7 @@ _UNSUPPORTED = {
 class Adapter:
     """One LoRA adapter: it adds scaling * (x A') B' to the output of each adapted linear layer.
 
-    Attributes:
-        pairs: A [rank, in] and B [out, rank], float32, by the layer's name in the base model, such as model.layers.0.self_attn.q_proj.
+    `pairs` are A [rank, in] and B [out, rank], float32, by the layer's name in the base model, such as model.layers.0.self_attn.q_proj.
     """
 
     rank: int

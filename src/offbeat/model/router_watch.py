@@ -19,8 +19,7 @@ from offbeat.model.route_replay import find_routers, last_choice, records_routes
 class RouterWatch:
     """Sums over the tokens that run here; a prompt that samples share runs once.
 
-    Attributes:
-        num_layers, num_experts: L and E; 0 for a model whose routers do not tell what they choose.
+    L = `num_layers` and E = `num_experts` are 0 for a model whose routers do not tell what they choose.
     """
 
     def __init__(self, model: PreTrainedModel, *, replays: bool) -> None:

@@ -22,8 +22,7 @@ _PROBE = 3.0
 class ValueHead(nn.Linear):
     """A linear layer to one number, which computes in float32 under autocast, too. It begins with zeros, so that every value is 0.
 
-    Attributes:
-        mean, scale: [] float32, the units of the outputs of a layer with a bias: a value is `mean` plus `scale` times the output.
+    A value of a layer with a bias is `mean` plus `scale`, [] float32 each, times the layer's output.
     """
 
     def __init__(self, hidden_size: int, *, bias: bool = True) -> None:

@@ -126,16 +126,13 @@ def serves(query: Tensor, key: Tensor, value: Tensor, *, dropout: float, plain: 
 
 
 def varlen_attention(query: Tensor, key: Tensor, value: Tensor, calls: tuple[KernelCall, ...], *, scale: float | None) -> Tensor:
-    """Attend over a row.
+    """Attend over a row; returns [R, H, D], with gradient.
 
     Args:
         query: [R, H, D].
         key, value: [R, Hkv, D]; H is a multiple of Hkv.
         calls: from `VarlenPlan.calls`.
         scale: factor of the scores; None is D ** -0.5.
-
-    Returns:
-        [R, H, D], with gradient.
     """
     return _Varlen.apply(query, key, value, calls, scale)
 

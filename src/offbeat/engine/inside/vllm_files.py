@@ -33,8 +33,7 @@ class RefusedError(Exception):
 class MemoryFile:
     """A safetensors file in this process's memory, for its workers; it disappears with this object, or with the process.
 
-    Attributes:
-        path: path by which other processes of this user open it.
+    Other processes of this user open it by `path`.
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
