@@ -28,7 +28,6 @@ class Prompt:
     """A prompt of a completion.
 
     Attributes:
-        ids: its tokens.
         given: the prompt as the client sent it, text or token ids such as [1, 17, 4].
         scored: its log-probabilities; None if they are not wanted, and for a prompt of one token.
     """

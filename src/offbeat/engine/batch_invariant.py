@@ -59,7 +59,6 @@ class Attention(Protocol):
             queries: [N, num_heads, L, head_dim].
             keys, values: [N, num_kv_heads, W, head_dim].
             mask: [N, 1, L, W], added to the scores; None is causal attention of W = L tokens.
-            scale: factor of the scores.
         """
         ...
 

@@ -377,7 +377,6 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor, scale
         queries: [B * num_kv_heads, G, head_dim] in the cache's dtype, G query heads per key head.
         keys, values: [B * num_kv_heads, width, head_dim].
         mask: [B * num_kv_heads, 1, width], added to the scores.
-        scale: factor of the scores.
     """
     if queries.dtype.itemsize < 4:
         parts = (queries.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1))

@@ -47,9 +47,7 @@ class EmbeddedEngine:
     """One model, its cache and its running samples.
 
     Attributes:
-        adapters: the adapters that requests may name.
         grammars: compiles the structures of answers, on any thread.
-        version: version of the weights being served.
         finished: number of ended samples by finish reason.
         num_prompt_tokens, num_generated_tokens: token counts since the start.
         switch_s: duration of the last switch, measured from its request.

@@ -182,7 +182,6 @@ class Scored:
     """Answer to a `ScoreJob` of L tokens; the first token has no score.
 
     Attributes:
-        version: version of the weights that scored.
         logprobs: [L - 1], log-probability of each token but the first.
         top: [L - 1], the most likely tokens at the same positions; None if not requested.
         target_logprobs: [L - 1], log-probabilities of the targets at the same positions; None if not requested.

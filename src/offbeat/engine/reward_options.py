@@ -12,7 +12,6 @@ class RewardModelOptions:
 
     Attributes:
         model: folder or hub id of a sequence classifier with one label.
-        dtype: number format of the weights.
         system_prompt: message before each prompt that has no system message and that its chat template renders; "" for none.
         max_tokens: largest number of tokens of one forward pass.
     """

@@ -134,7 +134,6 @@ def sample(logits: Tensor, rows: SamplingRows, uniform: np.ndarray) -> Drawn:
 
     Args:
         logits: [B, V] float, on any device.
-        rows: parameters of the B rows, on the same device.
         uniform: [B] float64 in [0, 1), see `uniforms`.
     """
     if rows.changes:

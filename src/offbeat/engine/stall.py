@@ -32,7 +32,6 @@ class StepWatch:
         """Record a look at a step, and return the step's fault as a sentence; empty if there is none.
 
         Args:
-            step: its number.
             step_s: seconds that it has taken so far.
             signs: signs of life of the engine's thread and of its libraries' threads.
             now_s: time of the look, by any clock.

@@ -73,7 +73,6 @@ class Hearing:
 
     Attributes:
         every_s: seconds between two looks at the engine.
-        samples: the call's samples, in order.
         name: of the request, such as "3f9a11c07d2e4b58".
         num_begun: number of tokens at the end of the request's prompt that are its sample's own.
         version: that of the adapter that samples; None where the engine tells the version of each token.

@@ -43,7 +43,6 @@ def score_texts(model: PreTrainedModel, texts: Sequence[Sequence[int]], *, paddi
 
     Args:
         texts: token ids of each; none may end with `padding`.
-        padding: id of the padding token.
         max_tokens: largest number of tokens of a batch, padding included; a longer text is a batch of its own.
     """
     rewards = [0.0] * len(texts)

@@ -45,7 +45,6 @@ class RouteRecorder:
 
     Attributes:
         num_ids: K, ids per token; 0 for a model without routers.
-        dtype: type of the ids.
     """
 
     def __init__(self, model: nn.Module) -> None:

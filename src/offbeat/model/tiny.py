@@ -15,7 +15,6 @@ def build_tiny(
     """Write config.json, generation_config.json and model.safetensors into a folder, which may already hold a tokenizer.
 
     Args:
-        folder: created if necessary.
         tiny: sizes of the model; embeddings are tied and weights are float32.
         pad_token_id: id of the padding token, whose embedding stays zero and untrained; None for no such token.
         seed: equal seeds and sizes give equal files. The global random state is not changed.

@@ -109,7 +109,6 @@ class _Standing:
     """The proofs of an engine that later ones are compared with.
 
     Attributes:
-        first: its first proof.
         last: its proof of the last version that it was proven to serve.
         noises: its spread at the latest versions that it was proven to serve, at most 8.
         offs: root mean square of `_Point.off` at these versions, bias included.
