@@ -67,7 +67,6 @@ class EngineAdapters:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the adapters that requests may use now."""
         return tuple(self.folders)
 
     # -- loading and unloading ---------------------------------------------------------------------------------------------------------

@@ -37,7 +37,6 @@ class Prompt:
     scored: Scored | None
 
     def text(self, tokenizer: Tokenizer) -> str:
-        """The prompt as text."""
         return self.given if isinstance(self.given, str) else tokenizer.decode(self.ids, skip_special_tokens=False)
 
     def rows(self) -> tuple[list[float | None], list[TopTokens | None]]:
@@ -162,7 +161,6 @@ class Answer:
         return self._chunk([self._choice(output, text, first=first)], {"usage": None})
 
     def _begun(self, output: Output) -> list[int]:
-        """Return the tokens that a sample has begun with."""
         body = self._body
         if not (isinstance(body, CompletionBody) and body.begun_tokens):
             return []

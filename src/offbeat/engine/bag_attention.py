@@ -35,7 +35,6 @@ class Bags:
 
     @classmethod
     def of(cls, step: DecodeStep, *, num_heads: int) -> "Bags":
-        """Return the indices and the mask of a decode step."""
         heads, sharing = step.rows * step.shape.num_kv_heads, num_heads // step.shape.num_kv_heads
         mask = add_mask(step.positions[:, None], width=step.width, window=None, dtype=torch.float32)
         keys, values = _rows(heads, sharing, step.head_dim, step.head_dim), _rows(heads, sharing, step.room, step.width)
@@ -60,7 +59,6 @@ class BagAttention(FastAttention):
 
 
 def _attend(step: DecodeStep, bags: Bags, scale: float, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Compute attention of a step; see `StepAttention`."""
     keys, values = step.store(layer, keys, values)
     columns = keys.transpose(2, 3).flatten(0, 2)
     if step.room > 2 * step.width:  # torch copies the part, which takes less than scores of all positions would

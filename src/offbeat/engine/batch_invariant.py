@@ -77,7 +77,6 @@ class FastAttention:
         return attend(queries.reshape(len(keys), -1, step.head_dim), keys, values, mask=step.mask, scale=scale).reshape(step.rows, -1)
 
     def attend_prompts(self, queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:
-        """See `Attention`; returns [N, num_heads, L, head_dim]."""
         return fused_attention(queries, keys, values, mask, scale=scale)
 
 
@@ -108,7 +107,6 @@ class InvariantAttention:
         return result[:, :rows]
 
     def attend_prompts(self, queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:
-        """See `Attention`; returns [N, num_heads, L, head_dim]."""
         num, num_kv_heads, width, head_dim = keys.shape
         length = queries.shape[2]
         grouped = queries.unflatten(1, (num_kv_heads, -1))

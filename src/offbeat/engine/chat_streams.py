@@ -92,7 +92,6 @@ class ChatEvents:
         return self._stream.end(replace(self._begun, replies=tuple(reply for _, reply in sorted(self._replies.items()))))
 
     def error(self, message: str, *, status: int) -> bytes:
-        """Return the event of an error, which ends the stream."""
         return self._stream.error(message, status=status)
 
     def _sample(self) -> _Sample:

@@ -69,7 +69,6 @@ class CompletionEndpoints:
         return json_response(await asyncio.to_thread(answer.whole, made) if any(scores) else answer.whole(made))
 
     async def _prompts(self, body: CompletionBody) -> list[list[int]]:
-        """Return the token ids of each prompt."""
         if len(given := body.prompts) > self._max_queued:
             raise RefusedError(f"prompt takes at most {self._max_queued} prompts here, got {len(given)}; send several requests")
         texts = [prompt for prompt in given if isinstance(prompt, str)]

@@ -116,18 +116,15 @@ class EmbeddedEngine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step has anything to do."""
         return self._has_samples or self._has_scores
 
     @property
     def _has_samples(self) -> bool:
-        """Whether a step would sample."""
         waiting = self.num_waiting > 0 and self._pending is None
         return not (self.paused or self.asleep) and (self.num_running > 0 or waiting)
 
     @property
     def _has_scores(self) -> bool:
-        """Whether a step would score."""
         return not self.asleep and self.num_scores_waiting > 0
 
     def submit(self, request: Request | ScoreJob) -> None:
@@ -151,7 +148,6 @@ class EmbeddedEngine:
             self._scheduler.add(request)
 
     def adapters_in_use(self) -> set[str]:
-        """See `AdapterRequests.adapters_in_use`."""
         waiting = {request.adapter for request in self._scheduler.waiting()}
         return waiting.union(self._rows.adapters(), self._scorer.adapters_in_use())
 
@@ -167,7 +163,6 @@ class EmbeddedEngine:
         self.adapters.drop_leaving()
 
     def running(self, have: Mapping[str, Sequence[int]]) -> dict[str, list[Output]]:
-        """See `Rows.running`."""
         return self._rows.running(have)
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, n: int = 1) -> list[list[Output]]:
@@ -260,7 +255,6 @@ class EmbeddedEngine:
         return self._rows_of(broken)
 
     def _rows_of(self, requests: Collection[Request]) -> list[int]:
-        """Return the rows of all samples of these requests."""
         return [row for row, sample in enumerate(self._rows.samples) if sample.request in requests] if requests else []
 
     def _fail_rows(self, rows: list[int], error: type[EngineError], text: str) -> list[Event]:
@@ -363,11 +357,9 @@ class EmbeddedEngine:
         return [Event(request_id, error) for request_id in known]
 
     def is_staged(self, version: Version, source: VersionSource) -> bool:
-        """See `VersionStore.has`."""
         return self._versions.has(version, source)
 
     def base_for(self, folder: str) -> str:
-        """See `VersionStore.base_for`."""
         return self._versions.base_for(folder)
 
     def prepare(self, folder: str, broadcast: str = "", *, live: str = "") -> object:

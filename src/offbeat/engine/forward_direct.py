@@ -245,19 +245,16 @@ class DirectForward:
         self, tokens: Tensor, step: PrefillStep, *, lora: AdapterRows | None = None,
         sequences: Sequence[np.ndarray] | None = None,  # noqa: ARG002
     ) -> Tensor:
-        """Return the logits [N, V] after the new tokens [N, L] int64 of N sequences; see `Forward.prefill`."""
         hidden = self._run_prompts(tokens, step, lora)
         return self._logits(hidden[torch.arange(len(tokens), device=self.device), step.last])
 
     def score(self, tokens: Tensor, *, lora: AdapterRows | None = None) -> Iterable[Tensor]:
-        """Yield the logits [rows, V] of tokens [N, L] int64 in blocks; see `Forward.score`."""
         hidden = self._run_prompts(tokens, None, lora).flatten(0, 1)
         return map(self._logits, hidden.split(max(LOGITS_AT_ONCE // self.vocab_size, 1)))
 
     def decode(
         self, tokens: Tensor, step: DecodeStep, *, lora: AdapterRows | None = None, shifts: np.ndarray | None = None,  # noqa: ARG002
     ) -> Tensor:
-        """Return the logits [B, V] after one token per slot, [B] int64; see `Forward.decode`."""
         weights = self._weights
         attend = self._attention.of_step(step, num_heads=self.num_heads, scale=self._scale)
         self._grow_rotary(step.width)

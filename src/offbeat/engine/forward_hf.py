@@ -188,7 +188,6 @@ class HFForward:
     def prefill(
         self, tokens: Tensor, step: PrefillStep, *, lora: AdapterRows | None = None, sequences: Sequence[np.ndarray] | None = None,
     ) -> Tensor:
-        """Return the logits [N, V] after the new tokens [N, L] int64 of N sequences; see `Forward.prefill`."""
         inputs = {"input_ids": tokens, "position_ids": step.positions}
         if sequences is not None:
             starts = [int(row[0]) for row in step.positions.expand(len(tokens), -1).cpu()]
@@ -200,14 +199,12 @@ class HFForward:
     def decode(
         self, tokens: Tensor, step: DecodeStep, *, lora: AdapterRows | None = None, shifts: np.ndarray | None = None,
     ) -> Tensor:
-        """Return the logits [B, V] after one token per slot, [B] int64; see `Forward.decode`."""
         positions = step.positions[:, None]
         if shifts is not None and shifts.any():
             positions = positions + upload(shifts, self.device)[:, None]
         return self._run({"input_ids": tokens[:, None], "position_ids": positions}, Windows(step), keep=1, lora=lora)[:, 0]
 
     def score(self, tokens: Tensor, *, lora: AdapterRows | None = None) -> Iterable[Tensor]:
-        """Return the logits [N * L, V] of tokens [N, L] int64 in one block; see `Forward.score`."""
         # All logits at once: models differ in the steps between the last layer and the logits.
         inputs, step = {"input_ids": tokens, "position_ids": torch.arange(tokens.shape[1], device=self.device)[None]}, ScoreStep()
         if self._images is not None and has_images(host := tokens.cpu().numpy()):
@@ -304,7 +301,6 @@ class _ServedExperts:
         return lora is not None and any(map(lora.adapts, self.groups))
 
     def add(self, part: str, expert: int, x: Tensor, output: Tensor, rows: Tensor) -> Tensor:
-        """Add to the output [n, O] of a layer with the input x [n, I], of tokens `rows` [n] int64."""
         lora = self.forward._lora
         own = None if lora is None else lora.subset(rows)
         if own is not None:

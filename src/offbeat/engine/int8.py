@@ -149,17 +149,14 @@ class Int8Matrix:
         return state.digest()
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return x [N, I] times the matrix plus the bias, [N, O]."""
         products, largest = self._multiply(x)
         return (products.mul_(largest) if bias is None else torch.addcmul(bias, products, largest)).to(x.dtype)
 
     def add(self, base: Tensor, x: Tensor) -> Tensor:
-        """Return `base` [N, O] plus the product with x [N, I]."""
         products, largest = self._multiply(x)
         return torch.addcmul(base, products, largest).to(base.dtype)
 
     def _read(self) -> Int8Weight:
-        """Read the weights back from where products take them."""
         return self._kernel.unpack(self._packed)
 
     def _multiply(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -85,7 +85,6 @@ def load_forward(options: EngineOptions) -> Forward:
 
 
 def _check_quantises(options: EngineOptions, *, direct: bool, device: torch.device) -> None:
-    """Refuse int8 weights where they are not computed."""
     for met, what in (
         (not direct, f"it has no fast path for {options.model}"),
         (options.forward == "hf", "it does not compute with them by forward = hf"),

@@ -88,7 +88,6 @@ class EngineLoop:
         return future
 
     def pause(self, mode: Literal["keep", "abort"]) -> "Future[None]":
-        """See `EmbeddedEngine.pause`."""
         return self.call(lambda: self._events.extend(self.engine.pause(mode)))
 
     def hold_version(self, version: Version, source: VersionSource, broadcast: str = "") -> None:

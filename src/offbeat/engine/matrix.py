@@ -44,11 +44,9 @@ class ByColumns:
         self.plain = matrix.t().contiguous().t()
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return x [N, I] times the matrix plus the bias, [N, O]."""
         return F.linear(x, self.plain, bias)
 
     def add(self, base: Tensor, x: Tensor) -> Tensor:
-        """Return `base` [N, O] plus the product with x [N, I]."""
         return torch.addmm(base, x, self.plain.t())
 
 
@@ -71,11 +69,9 @@ class Packed:
         return self._packed.to_dense()
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return x [N, I] times the matrix plus the bias, [N, O]."""
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
 
     def add(self, base: Tensor, x: Tensor) -> Tensor:
-        """Return `base` [N, O] plus the product with x [N, I]."""
         return torch.ops.mkldnn._linear_pointwise.binary(x, base, self._packed, None, "add")
 
 
@@ -91,7 +87,6 @@ class FloatMatrices:
     """Keeps all numbers, in the layouts that are fastest."""
 
     def make(self, name: str, weight: Tensor) -> Matrix:
-        """Return the matrix [O, I] of a name; see `Matrices.make`."""
         return head_matrix(weight) if name == HEAD else matrix(weight)
 
 

@@ -48,12 +48,10 @@ class Runner:
                 "return_routed_experts needs a model whose routers tell the experts that they choose, and this one has none; leave it out")
 
     def num_known(self, request: Request) -> int:
-        """See `KnownPrompts`."""
         (owner,) = self._adapters.of([request.adapter])
         return self.prefixes.find_beginning(owner, np.array(request.prompt)).num_tokens
 
     def end_of_part(self, request: Request, stop: int) -> int:
-        """See `KnownPrompts`."""
         prompt = request.prompt
         while self._forward.sees_whole and stop < len(prompt) and prompt[stop] == prompt[stop - 1] >= FIRST_ID:
             stop += 1
@@ -212,7 +210,6 @@ class Runner:
         return self._forward.prefill(self._send(tokens), step, lora=lora, sequences=whole)
 
     def _send(self, array: np.ndarray) -> Tensor:
-        """Copy a host array, such as [N, L], to the model's device, with its dtype."""
         return upload(array, self._forward.device)
 
 

@@ -34,7 +34,6 @@ def complete_requests(
 
 
 def _after(output: Output, first: int) -> Output:
-    """Return a sample without its first tokens."""
     return replace(output, token_ids=output.token_ids[first:], logprobs=output.logprobs[first:], versions=output.versions[first:])
 
 

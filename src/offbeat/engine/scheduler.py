@@ -99,7 +99,6 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """Number of busy slots."""
         return len(self._needs)
 
     @property
@@ -124,7 +123,6 @@ class Scheduler:
                 f"{self._max_cache_tokens}; lower n, max_tokens or the prompt, or raise the engine's max_cache_bytes")
 
     def waiting(self) -> Iterator[Request]:
-        """Requests that have not started, in order."""
         return iter(self._waiting)
 
     def add(self, request: Request) -> None:

@@ -140,7 +140,6 @@ class Scorer:
         return len(self._waiting)
 
     def adapters_in_use(self) -> set[str]:
-        """Names of the adapters that waiting requests use."""
         return {job.adapter for job in self._waiting}
 
     def submit(self, job: ScoreJob) -> None:
@@ -186,7 +185,6 @@ class Scorer:
         return dropped
 
     def run(self, version: Version, *, beside: Iterable[str]) -> list[Event]:
-        """Score one batch of the waiting requests; see `compute`."""
         return self.compute(self._take(), version, beside=beside)
 
     def _take(self) -> list[ScoreJob]:
@@ -254,7 +252,6 @@ def _unbound(job: ScoreJob) -> EngineError:
 
 
 def _result(job: ScoreJob, n: int, version: Version, wanted: Wanted, found: Found) -> Scored | EngineError:
-    """Extract the result of job number n."""
     first, last = n * wanted.length, (n + 1) * wanted.length
     own = found.own[first : first + len(job.tokens) - 1]
     if not np.isfinite(own).all():

@@ -102,7 +102,6 @@ class ShapedSample:
 
     @property
     def before_min_tokens(self) -> bool:
-        """Whether the sample is still too short to end."""
         return self._num < self.shaping.min_tokens
 
     def banned(self) -> list[int]:

@@ -60,5 +60,4 @@ class EngineSleep:
         self.note_installed()
 
     def note_installed(self) -> None:
-        """Note that weights are installed again."""
         self.asleep, self._kept = False, None

@@ -63,7 +63,6 @@ class StopStrings:
             level = [longer for state in level for longer in self._next[state].values()]
 
     def step(self, state: int, char: str) -> int:
-        """Return the state after one more character."""
         while (longer := self._next[state].get(char)) is None:
             if state == 0:
                 return 0

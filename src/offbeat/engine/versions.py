@@ -100,7 +100,6 @@ class VersionStore:
 
     @property
     def holds_live(self) -> bool:
-        """Whether the live version's weights are there."""
         return self._source is not None
 
     def is_staged(self, version: Version) -> bool:

@@ -13,10 +13,8 @@ class EngineWorker(WorkerService):
         self._server: EngineServer | None = None
 
     def start(self, request: EngineStart) -> EngineAddress:
-        """Load the model and listen."""
         self._server = EngineServer(wire.decode_json(EngineOptions, request.options))
         return EngineAddress(self._server.start(host=request.host, port=request.port))
 
     def ping(self, request: Nothing) -> Nothing:
-        """Say that the process is alive."""
         return request

@@ -144,12 +144,10 @@ class EngineClient:
             return await self._dialect.prove(self, canary, adapter=adapter)
 
     async def sleep(self, *, keep_weights: bool, timeout_s: float) -> None:
-        """Free the engine's memory for others; see `Dialect.sleep`."""
         async with self._asking("sleep", timeout_s):
             await self._dialect.sleep(self, keep_weights=keep_weights)
 
     async def wake(self, *, timeout_s: float) -> None:
-        """End a sleep with the weights that it has kept."""
         async with self._asking("wake", timeout_s):
             await self._dialect.wake(self)
 
@@ -162,7 +160,6 @@ class EngineClient:
             await self._dialect.unload_adapter(self, name)
 
     async def adapters(self, *, timeout_s: float) -> dict[str, str]:
-        """Folders of the adapters that the engine holds, by name."""
         async with self._asking("adapters", timeout_s):
             return await self._dialect.adapters(self)
 
@@ -177,7 +174,6 @@ class EngineClient:
         await self.health(timeout_s=timeout_s)
 
     async def resume(self, *, timeout_s: float) -> None:
-        """End a pause that `health` reports."""
         async with self._asking("resume", timeout_s):
             await self._dialect.resume(self)
 

@@ -100,7 +100,6 @@ class Hearing:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all samples."""
         return sum(len(each.tokens) for each in self.samples)
 
     def num_proven(self, sample: KnownSample) -> int:

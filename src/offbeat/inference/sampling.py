@@ -97,12 +97,10 @@ class Sample:
 
     @property
     def logprobs(self) -> tuple[float, ...]:
-        """`token_logprobs` as a tuple."""
         return tuple(self.token_logprobs.tolist())
 
     @property
     def versions(self) -> tuple[Version, ...]:
-        """`token_versions` as a tuple."""
         return tuple(self.token_versions.tolist())
 
     def check(self) -> "Sample":

@@ -64,7 +64,6 @@ def _behave_weights(targets: Targets, spec: WeightSpec) -> Tensor:
 
 
 def _is_dropped(targets: Targets, rule: FilterSpec, m2_mask: Tensor | None) -> Tensor:
-    """Return [M] bool."""
     if rule.metric == "m2":
         assert m2_mask is not None, "a filter m2 needs the column m2_mask, from choose_tokens over the whole batch"
         return m2_mask == 0

@@ -57,7 +57,6 @@ _divided: "WeakKeyDictionary[nn.Module, tuple[DeviceMesh, Mapping[str, str]]]" =
 
 
 def note_division(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str]) -> None:
-    """Remember how a model was divided."""
     _divided[model] = mesh, dict(styles)
 
 

@@ -83,7 +83,6 @@ def context_length(config: Any) -> int:
 
 
 def rope_limit_of(config: Any) -> int | None:
-    """Return `rope_limit` of a model's configuration."""
     text_config = config.get_text_config()
     ropes, context = getattr(text_config, "rope_parameters", None), getattr(text_config, "max_position_embeddings", 0)
     return rope_limit(ropes, context=context, original=getattr(text_config, "original_max_position_embeddings", None))

@@ -294,7 +294,6 @@ class _TrainedExperts:
         return self._bank._pass is not None
 
     def add(self, part: str, expert: int, x: Tensor, output: Tensor, rows: Tensor) -> Tensor:
-        """Add to the output [n, O] of a layer with the input x [n, I], of tokens `rows` [n] int64."""
         bank, now = self._bank, self._bank._pass
         assert now is not None, "the adapters take part"
         return _Delta.apply(output, x, bank.weights, bank, bank._by_name[f"{self._module}.{part}.{expert}"], now.route.subset(rows))

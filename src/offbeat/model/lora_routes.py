@@ -47,15 +47,12 @@ class OneRoute:
         self.scaling: float | Tensor = scaling
 
     def multiply(self, x: Tensor, weights: Tensor) -> Tensor:
-        """Multiply x [R, I] by the one adapter's matrix; see `Route.multiply`."""
         return x @ weights[self._slot].to(x.dtype)
 
     def add_product(self, rows: Tensor, x: Tensor, weights: Tensor) -> None:
-        """Add the product with the one adapter's matrix to rows [R, O]; see `Route.add_product`."""
         _add_product(rows, x, weights[self._slot].to(x.dtype))
 
     def add_outer(self, sums: Tensor, x: Tensor, g: Tensor) -> None:
-        """Add x' g over all tokens to the one adapter's sums [I, O]; see `Route.add_outer`."""
         _add_product(sums[self._slot], x.mT, g)
 
     def subset(self, rows: Tensor) -> Route:  # noqa: ARG002
@@ -74,15 +71,12 @@ class EqualRoute:
         self.scaling = scaling
 
     def multiply(self, x: Tensor, weights: Tensor) -> Tensor:
-        """Multiply x, seen as [K, R / K, I], by the spans' matrices; see `Route.multiply`."""
         return (self._blocks(x) @ weights[self._slots].to(x.dtype)).flatten(0, 1)
 
     def add_product(self, rows: Tensor, x: Tensor, weights: Tensor) -> None:
-        """Add the spans' products to rows, seen as [K, R / K, O]; see `Route.add_product`."""
         _add_product(self._blocks(rows), self._blocks(x), weights[self._slots].to(x.dtype))
 
     def add_outer(self, sums: Tensor, x: Tensor, g: Tensor) -> None:
-        """Add each span's x' g [I, O] to its adapter's sums; see `Route.add_outer`."""
         x, g = self._blocks(x).mT, self._blocks(g)
         if isinstance(self._slots, slice):
             _add_product(sums[self._slots], x, g)
@@ -108,20 +102,17 @@ class SpanRoute:
         self.scaling = scaling
 
     def multiply(self, x: Tensor, weights: Tensor) -> Tensor:
-        """Multiply each span of x [R, I] by its matrix; see `Route.multiply`."""
         own = weights[self._slots].to(x.dtype)
         if _is_aligned(x) and _is_aligned(own):
             return grouped_mm(x, own, offs=self._ends)
         return torch.cat([span @ matrix for span, matrix in zip(self._spans(x), own, strict=True)])
 
     def add_product(self, rows: Tensor, x: Tensor, weights: Tensor) -> None:
-        """Add each span's product to its part of rows [R, O]; see `Route.add_product`."""
         own = weights[self._slots].to(x.dtype)
         for part, span, matrix in zip(self._spans(rows), self._spans(x), own.unbind(), strict=True):
             _add_product(part, span, matrix)
 
     def add_outer(self, sums: Tensor, x: Tensor, g: Tensor) -> None:
-        """Add each span's x' g [I, O] to its adapter's sums; see `Route.add_outer`."""
         x = x.mT
         if _is_aligned(x) and _is_aligned(g):
             products = grouped_mm(x, g, offs=self._ends)

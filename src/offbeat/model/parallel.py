@@ -180,7 +180,6 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient summed over the group, of the shape of x [..., H]."""
         summed = grads[0].contiguous().clone()
         dist.all_reduce(summed, group=ctx.group)
         return summed, None

@@ -140,7 +140,6 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, calls: tuple[Ker
 class _Varlen(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: tuple[KernelCall, ...], scale: float | None) -> Tensor:
-        """Return [R, H, D]; see `varlen_attention`."""
         forward, _ = _kernel()
         first, *others = calls
         out, lse = forward(query, _at(key, first.key_index), _at(value, first.key_index), first, scale)

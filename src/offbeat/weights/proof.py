@@ -68,7 +68,6 @@ class Verdict:
 
     @property
     def refused(self) -> bool:
-        """Whether the engine must not serve."""
         return self.outcome is Outcome.REFUSED
 
     @property

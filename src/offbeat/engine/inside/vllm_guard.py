@@ -20,7 +20,6 @@ def may_enter(scope: Any, key: str) -> bool:
 
 
 async def refuse(scope: Any, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
-    """Answer a request or web socket that may not enter."""
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008})
     else:

@@ -37,7 +37,6 @@ class _Rounded(OnlineLinearBase):
             layer._already_called_process_weights_after_loading = True  # type: ignore[assignment]
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return x [..., I] times the layer's matrix, plus the bias [O]."""
         return self.kernel.apply_weights(layer, x, bias)
 
     def _pack(self, layer: nn.Module, weight: Tensor) -> None:
@@ -50,7 +49,6 @@ class Int8Linear(_Rounded):
     form = "int8"
 
     def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Make room for the whole weights."""
         super().create_weights(layer, *args, **kwargs)
         self.kernel = init_int8_linear_kernel(
             is_channelwise=True, is_static_input_scheme=False, input_symmetric=True, module_name=type(self).__name__)
@@ -75,7 +73,6 @@ class Int4Linear(_Rounded):
         self, layer: nn.Module, input_size_per_partition: int, output_partition_sizes: Sequence[int], input_size: int, output_size: int,
         params_dtype: torch.dtype, **attributes: Any,
     ) -> None:
-        """Make room for the whole weights."""
         super().create_weights(
             layer, input_size_per_partition, list(output_partition_sizes), input_size, output_size, params_dtype, **attributes)
         config = MPLinearLayerConfig(

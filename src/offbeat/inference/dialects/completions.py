@@ -65,7 +65,6 @@ class Running(msgspec.Struct):
     versions: bytes
 
     def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return tokens, log-probabilities and versions."""
         return np.frombuffer(self.token_ids, np.int32), np.frombuffer(self.logprobs, np.float32), np.frombuffer(self.versions, np.int32)
 
 
@@ -128,5 +127,4 @@ def _by_id(row: Mapping[str, float]) -> dict[int, float]:
 
 
 def _vector(values: bytes | list[Any], dtype: type) -> np.ndarray:
-    """Return [L] of `dtype`."""
     return np.frombuffer(values, dtype) if isinstance(values, bytes) else np.array(values, dtype)

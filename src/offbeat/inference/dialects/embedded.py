@@ -85,7 +85,6 @@ class EmbeddedDialect:
             hearing.looked()
 
     def _check_routes(self, wire: Wire, samples: Sequence[Sample], *, num_prompt: int) -> None:
-        """Raise EngineError if a sample lacks the experts of its tokens."""
         for sample in samples:
             num_wanted = num_prompt + len(sample.tokens) - 1
             if sample.routes is None or len(sample.routes) != num_wanted:
