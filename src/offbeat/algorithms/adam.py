@@ -16,7 +16,6 @@ class AdamParams:
 
     Attributes:
         lr: step size, below `MAX_LR`.
-        beta1, beta2: decay of the first and the second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled; each step subtracts lr * weight_decay times the weights.
         clip_norm: a gradient of a larger norm is scaled down to it; 0 disables clipping.

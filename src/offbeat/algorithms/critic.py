@@ -37,11 +37,11 @@ def with_values(
 
     Advantages are generalised advantage estimates; returns are those of `critic_lambda` plus the values, before any whitening. With
     `config.turn_level` a turn is one step: it has the rewards that fall into it and the value of its first token, and its tokens share its
-    advantage and its return. Penalties are then taken from the advantages of their own tokens alone, and are in no return.
+    advantage and its return. Penalties, [M] float64 of single tokens, are then taken from the advantages of their own tokens alone, and are
+    in no return.
 
     Args:
         batch: its `advantages` are the rewards of single tokens: a turn's at its end, and the outcome at the end of the sequence.
-        penalties: [M] float64, further rewards of single tokens.
         values: [M] float32, before each target.
         end_values: [N] float32, after the last token of a sequence that was cut off, and 0 for others.
     """

@@ -93,11 +93,9 @@ class Forward(Protocol):
         ...
 
     def prepare(self, state: Mapping[str, Tensor]) -> Any:
-        """Convert tensors, on any device, under their Hugging Face names ("lm_head.weight" [V, H]) to the form that `install` takes; may
-        run on any thread.
+        """Convert tensors, on any device, under their Hugging Face names ("lm_head.weight" [V, H]) to the form that `install` takes.
 
-        Raises:
-            ModelError: a tensor is missing or has the wrong shape.
+        May run on any thread. Raises ModelError if a tensor is missing or has the wrong shape.
         """
         ...
 

@@ -34,7 +34,7 @@ MAX_PROMPT_TOP = 20
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Settings for drawing tokens and ending a sample.
+    """Settings for drawing tokens and ending a sample; those not listed are as in `inference.sampling.Sampling`.
 
     Attributes:
         max_new_tokens: most tokens to generate, the end token included.
@@ -42,14 +42,8 @@ class SamplingParams:
         top_p: keep the most likely tokens until their mass reaches this; 1 keeps all.
         top_k: keep the k most likely tokens; 0 keeps all.
         seed: fixes the sample, whatever else runs in the engine; None draws from the engine's generator.
-        stop_token_ids: tokens that end the sample, besides the tokenizer's end token; they are part of the output.
         stop: strings that end the sample; the text is cut before them, the tokens are not.
         ignore_eos: continue past the tokenizer's end token; `stop_token_ids` still end the sample.
-        scaled_logprobs: report log-probabilities of the policy as it is trained: over all tokens at the temperature, as if top_p, top_k and
-            `shaping` were not set.
-        top_logprobs: number of most likely tokens to report at each position.
-        routes: report the experts that each token used.
-        shaping: penalties, biases, and tokens and texts that are left out or required; see `Shaping`.
     """
 
     max_new_tokens: int = 16
@@ -154,13 +148,10 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScoreJob:
-    """A request to score given tokens at temperature 1.
+    """A request to score given tokens at temperature 1; `tokens`, `top_k` and `targets` are as in `inference.sampling.ScoreRequest`.
 
     Attributes:
         id: unique among requests in the engine.
-        tokens: [L] token ids, L >= 2.
-        top_k: number of most likely tokens to report at each position.
-        targets: [L], further token ids to score at each position, such as [[], [5, 6], [7]]; None for none.
         draws: number of tokens to draw at each position, at `temperature` and from `seed`, and to report.
         adapter: name of the LoRA adapter that scores; empty for the base model.
         urgent: goes ahead of waiting requests; for proofs, which have deadlines.
@@ -179,13 +170,11 @@ class ScoreJob:
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """Answer to a `ScoreJob` of L tokens; the first token has no score.
+    """Answer to a `ScoreJob` of L tokens; the first token has no score, and None stands for what was not requested.
 
     Attributes:
         logprobs: [L - 1], log-probability of each token but the first.
-        top: [L - 1], the most likely tokens at the same positions; None if not requested.
-        target_logprobs: [L - 1], log-probabilities of the targets at the same positions; None if not requested.
-        draws: [L - 1], the tokens drawn at the same positions; None if not requested.
+        top, target_logprobs, draws: [L - 1], the most likely tokens, the targets' log-probabilities, and the tokens drawn in these places.
         index: number of the job among those that were submitted together.
     """
 
@@ -207,10 +196,8 @@ class Output:
         logprobs: log-probability of each token under the distribution that it was sampled from (see `sampler`).
         versions: version of the weights that sampled each token.
         finish_reason: None while the sample continues.
-        top_logprobs: the most likely tokens at the same positions, under the same distribution; None if not requested.
+        top_logprobs, routes: as of a `Sample`; None if not requested.
         num_cached: number of tokens at the prompt's beginning that were not computed, because an earlier prompt began with them.
-        routes: the experts of the prompt's tokens and the sample's, but its last, which was not computed; see `data.expert_routes`. None
-            if not requested.
     """
 
     index: int

@@ -121,12 +121,9 @@ class Scorer:
     """The waiting score requests of one engine, on its thread."""
 
     def __init__(self, forward: Forward, adapters: EngineAdapters, *, max_context: int, max_queued: int, max_tokens: int) -> None:
-        """Create the queue of an engine.
+        """`max_context` bounds the tokens of a request, `max_queued` the waiting requests, urgent ones aside.
 
-        Args:
-            max_context: most tokens of one request.
-            max_queued: most waiting requests, urgent ones aside.
-            max_tokens: most tokens of one batch, padding included, unless it is a single request.
+        `max_tokens` bounds the tokens of a batch, padding included, unless it is a single request.
         """
         self._forward = forward
         self._adapters = adapters

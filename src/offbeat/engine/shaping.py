@@ -149,15 +149,9 @@ class ShapedRows:
         return [self._rows[at] for at, grammar in self._structured if grammar.ended]
 
     def change(self, logits: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Change the logits of the shaped rows.
+        """Return the logits [S, V] float32 of the shaped rows, changed and divided by the temperature, and [S] bool, those without a token.
 
-        Args:
-            logits: [B, V] float32 as the model gave them; they stay as they are.
-            scale: [B, 1] float32, the temperatures; None where all are 1.
-
-        Returns:
-            changed: [S, V] float32, the logits of the shaped rows, divided by the temperature.
-            empty: [S] bool, whether a row has no token left.
+        The logits [B, V] float32 that the model gave stay as they are. `scale` [B, 1] float32 are the temperatures; None where all are 1.
         """
         changed = logits[self.rows]  # a copy
         self._mask(changed)

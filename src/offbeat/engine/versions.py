@@ -37,10 +37,8 @@ class PendingSwitch:
 def read_version(forward: Forward, folder: str, broadcast: str = "", *, live: str = "") -> Any:
     """Read a version's weights into the form that `Forward.install` takes. May run beside the engine's thread.
 
-    Args:
-        folder: where the weights are written, or their changes.
-        broadcast: `host:port` where they are offered instead; then the folder is read only if the sender says so.
-        live: folder of the weights in use, which are not read or received again where they, or changes to them, are enough.
+    The folder holds the weights or their changes. With `broadcast`, a `host:port`, they are offered there instead, and the folder is read
+    only if the sender says so. The weights in use, whose folder is `live`, are not read or received again where they are enough.
 
     Raises:
         ModelError: the folder, or the broadcast, does not hold this model's weights.

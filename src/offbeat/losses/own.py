@@ -83,9 +83,7 @@ def own_losses(
 ) -> TokenLosses:
     """Compute the losses and metrics of M targets with a function of the user's own; those that are not `trained` [M] bool have 0.
 
-    Args:
-        name: "path/to/file.py:function" or "module:function".
-        ref_logprobs, entropy: [M] float32, or None if the loss does not read them.
+    The name is "path/to/file.py:function" or "module:function"; `ref_logprobs` and `entropy` are [M] float32 if the loss reads them.
 
     Raises:
         CodeError: there is no such function.

@@ -54,15 +54,10 @@ def changes_file(number: int, count: int) -> str:
 
 
 def write_changes(state: Mapping[str, Tensor], folder: Path, *, since: Mapping[str, Tensor], base: Path) -> int:
-    """Write the changes in `state` as a new folder, which appears complete or not at all.
+    """Write the changes of a state since the weights in `base` as a new folder beside it, which appears complete or not at all.
 
-    Args:
-        state, since: CPU tensors by their published names, such as "lm_head.weight" [V, H]; `since` are the weights in `base`.
-        folder: beside `base`; must not exist.
-
-    Returns:
-        Size of the tensors in it, in bytes; 0 if nothing was written, because the changes are not smaller than the weights themselves, or
-        another tensor was added or is gone.
+    Both states are CPU tensors by their published names, such as "lm_head.weight" [V, H]. Returns the size of the tensors in the folder in
+    bytes; 0 if nothing was written, because the changes are not smaller than the weights themselves, or a tensor was added or is gone.
 
     Raises:
         StorageError: the disk is full or the folder cannot be written.

@@ -46,11 +46,8 @@ class ContextGroup:
             query: [R / c, H, D] float.
             key, value: [R / c, Hkv, D] and [R / c, Hkv, Dv] in the same dtype; heads are repeated where there are too few of them.
 
-        Returns:
-            [R, H / c, D], [R, h, D] and [R, h, Dv] with h = lcm(Hkv, c) / c, where H / c / h query heads share one key head.
-
-        Raises:
-            ModelError: H is no multiple of c.
+        Returns [R, H / c, D], [R, h, D] and [R, h, Dv] with h = lcm(Hkv, c) / c, where H / c / h query heads share one key head. Raises
+        ModelError if H is no multiple of c.
         """
         num_heads, num_key_heads = query.shape[1], key.shape[1]
         if num_heads % self.size:

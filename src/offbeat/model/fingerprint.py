@@ -14,12 +14,10 @@ _NUM_PAGES = 64
 
 
 def fingerprint(items: Iterable[tuple[str, np.ndarray]]) -> str:
-    """Hash named weights, in any order, to 32 hexadecimal digits.
+    """Hash named weights, (name, [B] uint8) of each tensor in any order, to 32 hexadecimal digits.
 
-    Args:
-        items: (name, [B] uint8) of each tensor. Tensors above 1 MiB are sampled: 64 evenly spaced pages of 4 KiB, the
-            first and the last page among them. An optimizer step changes nearly every page, so a sample tells versions apart; it is
-            no proof against tampering.
+    Tensors above 1 MiB are sampled: 64 evenly spaced pages of 4 KiB, the first and the last page among them. An optimizer step changes
+    nearly every page, so a sample tells versions apart; it is no proof against tampering.
 
     Raises:
         ValueError: an array is not one-dimensional uint8, or a name occurs twice.

@@ -183,11 +183,9 @@ class RowImages:
 def row_inputs(model: Any, row: PackedRow) -> tuple[dict[str, Any], np.ndarray | None]:
     """Return the inputs of a packed row with images, and how far its tokens see where their attention is not causal.
 
-    Sequences are checked: an image has all of its placeholders, in one run of the row.
-
-    Returns:
-        `row_images`, and `position_ids`, [1, R] or [3, 1, R] int64; and in a family that `sees_whole`, the last position in its own
-        sequence to which each token attends, [R] int64.
+    Sequences are checked: an image has all of its placeholders, in one run of the row. The inputs are `row_images`, and `position_ids`,
+    [1, R] or [3, 1, R] int64; and in a family that `sees_whole`, the last position in its own sequence to which each token attends, [R]
+    int64.
 
     Raises:
         ModelError: the model was given no images.

@@ -108,13 +108,8 @@ def of_whole_vocabulary(
 ) -> tuple[Tensor, Tensor]:
     """Join this part of the vocabulary with the others, in place, and normalise; collective.
 
-    Args:
-        logprobs: [M] float32, picked logits, which become log-probabilities.
-        normalizer: [U] float32, of this part, which becomes that of the whole.
-        entropy: [U] float32, mean logits; [0] if they are not wanted.
-
-    Returns:
-        The entropies, [U] or [0], and the probabilities of this part of the vocabulary, [U].
+    Picked logits `logprobs` [M] float32 become log-probabilities, and the normalizer [U] float32 of this part that of the whole. `entropy`
+    [U] are mean logits; [0] if they are not wanted. Returns the entropies, and the probabilities of this part of the vocabulary, [U].
     """
     own = normalizer.clone()
     vocabulary.join(normalizer, entropy, logprobs)

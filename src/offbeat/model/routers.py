@@ -60,14 +60,9 @@ class RouterRecord:
         return np.concatenate([before, (own[:, None] <= ends).sum(axis=1)]).astype(np.float32)
 
     def add(self, router_logits: Sequence[Tensor] | None, uses: np.ndarray) -> None:
-        """Add the tokens of a forward pass.
+        """Add the tokens of a forward pass from `router_logits`, L tensors [T, E] with gradient.
 
-        Args:
-            router_logits: L tensors [T, E] with gradient.
-            uses: [T] float32, how often each token counts; 0 for padding.
-
-        Raises:
-            ModelError: the model has not given the logits of its routers.
+        Each token counts as often as `uses` [T] float32 says; 0 for padding. Raises ModelError if the model has not given the logits.
         """
         if not router_logits:
             raise ModelError(

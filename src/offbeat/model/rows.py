@@ -111,14 +111,10 @@ def _pack(model: PreTrainedModel) -> str:
 def check_rows(
     model: PreTrainedModel, found: Tensor, expected: Tensor, *, what: str = "of a row", computes: torch.dtype | None = None,
 ) -> None:
-    """Check the result of `probe`; `what` says how the tokens run now.
+    """Check the result of `probe`, and raise ModelError if it differs by more than rounding; `what` says how the tokens run now.
 
-    Args:
-        found, expected: [N] float32 log-probabilities, or [N, H] float32 states, which may be on different devices.
-        computes: as for `settle_rows`.
-
-    Raises:
-        ModelError: they differ by more than rounding.
+    Both results are [N] float32 log-probabilities, or [N, H] float32 states, which may be on different devices. `computes` is as for
+    `settle_rows`.
     """
     found, expected, dtype = found.cpu(), expected.cpu(), computes or next(model.parameters()).dtype
     if found.dim() == 2:

@@ -14,13 +14,8 @@ def build_tiny(
 ) -> None:
     """Write config.json, generation_config.json and model.safetensors into a folder, which may already hold a tokenizer.
 
-    Args:
-        tiny: sizes of the model; embeddings are tied and weights are float32.
-        pad_token_id: id of the padding token, whose embedding stays zero and untrained; None for no such token.
-        seed: equal seeds and sizes give equal files. The global random state is not changed.
-
-    Raises:
-        StorageError: the folder cannot be written.
+    Embeddings are tied and weights are float32; the embedding of the padding token, if there is one, stays zero and untrained. Equal seeds
+    and sizes give equal files. The global random state is not changed. Raises StorageError if the folder cannot be written.
     """
     config = Qwen3Config(
         vocab_size=vocab_size,

@@ -40,12 +40,9 @@ class Weights:
 
 
 def obtain(folder: str, fingerprint: str, *, broadcast: str, keep: bool, held: Weights | None) -> Weights:
-    """Get the whole weights of a version.
+    """Get the whole weights of a version, whose folder may hold changes; changes to the `held` weights being served are applied to them.
 
-    Args:
-        folder, fingerprint, keep: see `Weights`; the folder may hold changes.
-        broadcast: `host:port` where the weights are offered; empty if they are to be read from the folder.
-        held: weights being served; changes to them are applied to them.
+    With `broadcast`, a `host:port`, weights are received from there instead of read from the folder.
 
     Raises:
         RefusedError: the folder is damaged, or holds changes to weights that are not there.

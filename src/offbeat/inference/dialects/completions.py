@@ -85,12 +85,10 @@ _TOP = msgspec.json.Decoder(list[dict[str, float]])
 
 
 def read_samples(data: bytes, *, adapter: str, num_top: int, unversioned: Version | None = None) -> list[Sample]:
-    """Read the samples of an answer.
+    """Read the samples of an answer, all of whose tokens have the version of `adapter`, unless that is "", the model itself.
 
-    Args:
-        adapter: name of the adapter that sampled, whose version all tokens have; "" for the model itself.
-        num_top: number of most likely tokens that were asked for at each position.
-        unversioned: version of tokens for which the engine reports none; None if it must report one.
+    At each position `num_top` most likely tokens were asked for. `unversioned` is the version of tokens for which the engine reports none;
+    None if it must report one.
 
     Raises:
         msgspec.DecodeError, KeyError, EngineError: the answer is not JSON, lacks something, or a sample is not complete.
