@@ -37,7 +37,7 @@ def place_of(exc: BaseException) -> str:
 def place_in(frames: Iterable[tuple[FrameType, int]]) -> str:
     """Like `place_of`, for frames with their lines, outermost first."""
     for frame, line in reversed([*frames]):
-        if is_own(file := frame.f_code.co_filename) and _is_written(file):
+        if is_own(file := frame.f_code.co_filename) and (not file.startswith("<") or file.startswith(_TYPED)):
             return f"{_shown(file)}, line {line}"
     return ""
 
@@ -45,10 +45,6 @@ def place_in(frames: Iterable[tuple[FrameType, int]]) -> str:
 def is_own(file: str) -> bool:
     """Whether a code object's file name belongs to the user's own code, and not to Offbeat, Python or an installed package."""
     return not (file.startswith((*_NOT_OWN, "<frozen ")) or any(part in file for part in _INSTALLED))
-
-
-def _is_written(file: str) -> bool:
-    return not file.startswith("<") or file.startswith(_TYPED)
 
 
 def describe_at(exc: BaseException) -> str:

@@ -184,7 +184,8 @@ def _equal_rewards(seen: Seen, steps: Sequence[Row], which: str, consequence: st
     if not seen.config.algorithm.learns_from_differences:
         return ""
     means = [step["reward/mean"] for step in steps]
-    same = all(_is_constant(step) for step in steps) and max(means) - min(means) < _EPSILON
+    constant = all(step["reward/std"] < _EPSILON * max(1.0, abs(step["reward/mean"])) for step in steps)
+    same = constant and max(means) - min(means) < _EPSILON
     amount = f"{means[0]:g} in each" if same else f"{sum(means) / len(means):.3g} on average"
     larger = f"raise rollout.group_size = {seen.config.rollout.group_size}"
     if min(means) >= RIGHT:
@@ -202,23 +203,15 @@ def _causes(seen: Seen, steps: Sequence[Row]) -> str:
     if min(step["reward/mean"] for step in steps) >= RIGHT:
         return ""
     causes = []
-    if (share := _mean(map(_truncated_share, steps), steps)) >= _CUT_OFF:
+    if (share := _mean((step.get("rollout/truncated_share", 0.0) for step in steps), steps)) >= _CUT_OFF:
         causes.append(f"{share:.0%} of the samples were cut off at rollout.max_new_tokens = {rollout.max_new_tokens}")
     if rollout.temperature < _COLD:
         causes.append(f"rollout.temperature = {rollout.temperature:g} makes the samples of a prompt alike")
     return f"; {' and '.join(causes)}" if causes else ""
 
 
-def _is_constant(step: Row) -> bool:
-    return step["reward/std"] < _EPSILON * max(1.0, abs(step["reward/mean"]))
-
-
 def _equal_share(step: Row) -> float:
     return step.get("reward/zero_advantage_group_share", 0.0)
-
-
-def _truncated_share(step: Row) -> float:
-    return step.get("rollout/truncated_share", 0.0)
 
 
 # -- a warm-up that is lost ------------------------------------------------------------------------------------------------------------

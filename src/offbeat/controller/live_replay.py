@@ -114,8 +114,10 @@ class LiveReplay:
     async def _generate(self, step: _Step, version: Version, changed: str) -> None:
         """Generate what a version has sampled for a step, and say of the first difference why, while the engine has this version."""
         places = [place for place, span in enumerate(step.spans) if span.version == version]
-        samples = await gather_all(self._again(step.spans[place]) for place in places)
-        compared = [compare_span(step.spans[place], sample) for place, sample in zip(places, samples, strict=True)]
+        spans = [step.spans[place] for place in places]
+        samples = await gather_all(
+            self._ask_engine(span, begun=span.num_begun, end=len(span.tokens), sampling=self._sampling) for span in spans)
+        compared = list(map(compare_span, spans, samples))
         step.compared += compared
         first = next((place for place, each in zip(places, compared, strict=True) if not each.is_equal), None)
         if first is not None:
@@ -130,9 +132,6 @@ class LiveReplay:
                 stored.read(),
                 seed=None if seed is None else mixed(seed, stored.prompt_id, past.num_tries.get(stored.prompt_id, 0)))]
         return _Step(len(chosen), spans)
-
-    async def _again(self, span: RecordedSpan) -> Sample:
-        return await self._ask_engine(span, begun=span.num_begun, end=len(span.tokens), sampling=self._sampling)
 
     async def _ask_engine(self, span: RecordedSpan, *, begun: int, end: int, sampling: Sampling) -> Sample:
         """Sample an answer up to its token `end`, after its first `begun` recorded ones."""

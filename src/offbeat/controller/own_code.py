@@ -57,11 +57,8 @@ async def with_credit(make: Callable[[], T], *, credit: str, step: int, timeout_
 
 
 def _check_credit(credit: str, constants: Mapping[str, Any]) -> None:
-    async def check() -> None:
-        await with_credit(partial(check_credit, credit, constants), credit=credit, step=0, timeout_s=_TIMEOUT_S)
-
     try:
-        asyncio.run(check())
+        asyncio.run(with_credit(partial(check_credit, credit, constants), credit=credit, step=0, timeout_s=_TIMEOUT_S))
     except OwnCodeError as exc:
         raise CodeError(
             f"algorithm.credit = {credit!r} has not returned after {_TIMEOUT_S:g} s, when it was tried out on made-up samples; see whether"

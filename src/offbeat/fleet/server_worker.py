@@ -76,10 +76,8 @@ class ServerWorker(WorkerService):
         except OSError as exc:
             raise EngineError(f"{command[0]} cannot be executed: {exc.strerror}; run make vllm, or set inference.python") from exc
         self._reaper = ServerReaper(server.pid)
-        threading.Thread(target=self._end_with, args=(server,), name="server", daemon=True).start()
-
-    def _end_with(self, server: "subprocess.Popen[bytes]") -> None:
-        os._exit(server.wait() or 1)  # a server never ends by itself in good order; the reaper ends the processes that it leaves
+        # A server never ends by itself in good order; the reaper ends the processes that it leaves.
+        threading.Thread(target=lambda: os._exit(server.wait() or 1), name="server", daemon=True).start()
 
 
 def _free_port(host: str) -> int:

@@ -209,7 +209,8 @@ async def start_ranks(
 
             workers = await gather_all(start(spec) for spec in specs)
         if build is not None:
-            _check_seen(workers, config)
+            if far := [worker.name for worker in workers if worker.disk is not None]:
+                raise unseen_model(config.run_dir, far)
             await ask(workers[0], "build_model", build, Nothing, timeout_s=timeout_s)
         if may_load is not None and not config.cluster.devices_are_shared:
             may_load.set()
@@ -226,12 +227,6 @@ async def start_ranks(
         await end_ranks(started)
         raise
     return workers
-
-
-def _check_seen(workers: Sequence[Worker], config: RankConfig) -> None:
-    """Refuse to build a model in the run's folder where a rank would not see it."""
-    if far := [worker.name for worker in workers if worker.disk is not None]:
-        raise unseen_model(config.run_dir, far)
 
 
 def unseen_model(run_dir: Path, far: Sequence[str]) -> ConfigError:

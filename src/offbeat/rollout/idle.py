@@ -102,43 +102,7 @@ class IdleMeter:
         self._held_by: Limit | None = None
 
     def look(self) -> None:
-        """Note that groups were admitted or have ended: the time up to here counts under the limit before."""
-        self._pass()
-
-    @contextmanager
-    def calling(self) -> Iterator[None]:
-        """Count an engine as asked during the body."""
-        self._pass()
-        self._num_calls += 1
-        try:
-            yield
-        finally:
-            self._pass()
-            self._num_calls -= 1
-
-    @contextmanager
-    def scoring(self) -> Iterator[None]:
-        """Count a call of the reward as asked during the body."""
-        self._pass()
-        self._num_scored += 1
-        try:
-            yield
-        finally:
-            self._pass()
-            self._num_scored -= 1
-
-    @contextmanager
-    def queueing(self) -> Iterator[None]:
-        """Count an episode as waiting for a place during the body."""
-        self._num_queued += 1
-        self._pass()
-        try:
-            yield
-        finally:
-            self._num_queued -= 1
-            self._pass()
-
-    def _pass(self) -> None:
+        """Note a change, such as that groups were admitted or have ended: the time up to here counts under the limit before."""
         now_s, limit = self._now_s(), self._held_by
         passed_s, self._since_s = now_s - self._since_s, now_s
         self._held_by = self._limit()
@@ -150,6 +114,39 @@ class IdleMeter:
         minute, self._minute = self._minute, WaitingMinute()
         minute.limit = limit
         self._listener.report_minute(minute)
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Count an engine as asked during the body."""
+        self.look()
+        self._num_calls += 1
+        try:
+            yield
+        finally:
+            self.look()
+            self._num_calls -= 1
+
+    @contextmanager
+    def scoring(self) -> Iterator[None]:
+        """Count a call of the reward as asked during the body."""
+        self.look()
+        self._num_scored += 1
+        try:
+            yield
+        finally:
+            self.look()
+            self._num_scored -= 1
+
+    @contextmanager
+    def queueing(self) -> Iterator[None]:
+        """Count an episode as waiting for a place during the body."""
+        self._num_queued += 1
+        self.look()
+        try:
+            yield
+        finally:
+            self._num_queued -= 1
+            self.look()
 
     def _limit(self) -> Limit | None:
         """Return the limit that keeps further episodes from being played; None if they may be, or no group runs."""

@@ -67,7 +67,7 @@ def spans_of(group: Group, *, seed: int | None) -> Iterator[RecordedSpan]:
                 of_request = mixed(mixed(seed, trajectory.episode), asked, num_equal[trajectory.episode, asked])
                 num_equal[trajectory.episode, asked] += 1
             begun = 0
-            for stop in _ends_of_versions(trajectory.versions[start:end]):
+            for stop in (*(np.flatnonzero(np.diff(trajectory.versions[start:end])) + 1).tolist(), end - start):
                 own = slice(start, start + stop)
                 yield RecordedSpan(
                     group.prompt_id, sample, start, begun, prompt, trajectory.tokens[own], trajectory.rollout_logprobs[own],
@@ -86,7 +86,3 @@ def _answers(trajectory: Trajectory) -> Iterator[tuple[int, int]]:
             start = None
         if own and start is None:
             start = at
-
-
-def _ends_of_versions(versions: np.ndarray) -> list[int]:
-    return [*(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]

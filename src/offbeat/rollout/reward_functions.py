@@ -128,11 +128,7 @@ class RewardFunction:
     def _finish(self, awaitable: Any) -> Any:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-
-        async def result() -> Any:
-            return await awaitable
-
-        return self._loop.run_until_complete(result())
+        return self._loop.run_until_complete(awaitable)
 
     def _checked(self, value: Any, completion: str) -> float | None:
         if (value is None and self._may_miss) or (isinstance(value, FailedReward) and value.reason.startswith(self._prefix)):

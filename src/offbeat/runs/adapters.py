@@ -192,7 +192,9 @@ class Adapters:
             self._find_training(name)
         if not batches:
             return {}
-        joined = Batch.concatenate([replace(batch, adapters=(name,), sequences=_of_one(batch)) for name, batch in batches.items()])
+        joined = Batch.concatenate([  # every sequence of a batch has its only adapter, with the index 0
+            replace(batch, adapters=(name,), sequences={**batch.sequences, "adapter_ids": np.zeros(len(batch), np.int64)})
+            for name, batch in batches.items()])
         scores = await (self._trainers.forward_backward if learn else self._trainers.forward)(joined)
         sequences = np.cumsum([0, *(len(batch) for batch in batches.values())])
         targets = joined.target_offsets[sequences]
@@ -286,11 +288,6 @@ class Adapters:
 
     def _find(self, name: str) -> _Versions:
         return find_adapter(name, self._versions)
-
-
-def _of_one(batch: Batch) -> dict[str, np.ndarray]:
-    """Return the per-sequence columns of a batch, with "adapter_ids" [N] int64, all 0: every sequence has its only adapter."""
-    return {**batch.sequences, "adapter_ids": np.zeros(len(batch), np.int64)}
 
 
 @asynccontextmanager

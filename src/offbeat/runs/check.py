@@ -209,7 +209,7 @@ def _check_rewards(config: Config) -> Iterator[str]:
         open_reward_folder(model)
     elif own := {name: weight for name, weight in weights.items() if not name.startswith("offbeat.")}:
         asyncio.run(_load(own, config))
-    rewards = " + ".join(_weighed(name, weight) for name, weight in weights.items())
+    rewards = " + ".join(name if weight == 1 else f"{weight:g} * {name}" for name, weight in weights.items())
     played = f"what the {_PLAYED[rollout.workflow]} gives; where that is None, " if rollout.workflow in PLAYS else ""
     yield f"reward: {played}{rewards}"
 
@@ -221,10 +221,6 @@ async def _load(weights: dict[str, float], config: Config) -> None:
         allowed=rollout.reward_env,
     ):
         pass
-
-
-def _weighed(name: str, weight: float) -> str:
-    return name if weight == 1 else f"{weight:g} * {name}"
 
 
 def _check_workflow(config: Config) -> Iterator[str]:

@@ -157,11 +157,12 @@ def make_plan(config: Config, *, rank_info: RankInfo = _CONTROLLER, trains: bool
     formatted = choose_number_format(stepped)
     publishing = choose_changes(formatted) if trains and serves else formatted
     sections = choose_threads(publishing, cores=num_cores, rank_info=rank_info, trains=trains, serves=serves)
+    engine_device = smallest_device() if stepped.inference.devices_per_engine else None
     reasons: Mapping[str, str] = {
         **dict.fromkeys(_DEVICES, f"of {num_devices} that are visible"), **dict.fromkeys(_THREADS, f"of {num_cores} cores"),
         **({choice.setting: choice.why for choice in step_choices(placed, device=device, shape=shape) if "." in choice.setting}
            if trains else {}),
-        "model.dtype": format_choice(stepped, device=_engine_device(stepped), cpu=this_cpu()).why,
+        "model.dtype": format_choice(stepped, device=engine_device, cpu=this_cpu()).why,
         "weights.whole_every_versions": change_choice(formatted).why}
     choices = (
         Choice(setting, _shown(value_at(sections, setting)), why) for setting, why in reasons.items()
@@ -191,10 +192,6 @@ def _rank_device(placed: PlanConfig, rank_info: RankInfo) -> Device | None:
     """Return the device of a rank. In SPMD mode over several machines, each sees only its own devices: they are unknown."""
     known = placed.train.devices_per_rank and (placed.run.mode != "spmd" or rank_info.local_world == rank_info.world)
     return smallest_device() if known else None
-
-
-def _engine_device(placed: PlanConfig) -> Device | None:
-    return smallest_device() if placed.inference.devices_per_engine else None
 
 
 def _notes(chosen: PlanConfig, formatted: PlanConfig, *, num_devices: int, num_cores: int) -> Iterator[str]:

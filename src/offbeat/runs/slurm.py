@@ -56,9 +56,9 @@ class SlurmJob:
     command: str = "train"
 
     def __post_init__(self) -> None:
-        for name, least in (("nodes", 0), ("gpus_per_node", 0), ("cpus_per_node", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"--{name.replace('_', '-')} must be >= {least}, got {getattr(self, name)}")
+        for name in ("nodes", "gpus_per_node", "cpus_per_node"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"--{name.replace('_', '-')} must be >= 0, got {getattr(self, name)}")
         if not _TIME.fullmatch(self.time):
             raise ConfigError(
                 "--time must be minutes, minutes:seconds, hours:minutes:seconds or days-hours[:minutes[:seconds]], such as 24:00:00 or"
@@ -80,8 +80,10 @@ def slurm_script(config: Config, file: Path, job: SlurmJob, overrides: Sequence[
     """
     nodes = _nodes(config, job)
     words = [job.command, str(file), *(f"--{key}={value}" for key, value in overrides)]  # one word each, as values may begin with --
-    body = _spmd(config, nodes, words) if _is_spmd(config, job) else _one(words) if nodes == 1 else _ray(config, job, words)
-    return "\n".join([*_head(config, job, nodes), *_assumed(config, job, nodes), *_common(job), *body]) + "\n"
+    one = [f'"$python" -m offbeat {shlex.join(words)} &', *_WAIT]
+    body = _spmd(config, nodes, words) if _is_spmd(config, job) else one if nodes == 1 else _ray(config, job, words)
+    assumed = ["# What this script assumes:", *(f"# - {sentence}" for sentence in assumptions(config, job, nodes)), ""]
+    return "\n".join([*_head(config, job, nodes), *assumed, *_common(job), *body]) + "\n"
 
 
 def assumptions(config: Config, job: SlurmJob, nodes: int) -> list[str]:
@@ -162,10 +164,6 @@ def _head(config: Config, job: SlurmJob, nodes: int) -> list[str]:
     return ["#!/bin/bash", *(f"#SBATCH {directive}" for directive in directives if directive), "#"]
 
 
-def _assumed(config: Config, job: SlurmJob, nodes: int) -> list[str]:
-    return ["# What this script assumes:", *(f"# - {sentence}" for sentence in assumptions(config, job, nodes)), ""]
-
-
 def _common(job: SlurmJob) -> list[str]:
     return [
         "set -euo pipefail",
@@ -183,10 +181,6 @@ _WAIT = [
     'wait "$run" && code=0 || code=$?',
     'if [ "$code" -gt 128 ] && kill -0 "$run" 2>/dev/null; then wait "$run" && code=0 || code=$?; fi',
     'exit "$code"']
-
-
-def _one(words: Sequence[str]) -> list[str]:
-    return [f'"$python" -m offbeat {shlex.join(words)} &', *_WAIT]
 
 
 _MEET = [

@@ -183,7 +183,7 @@ def make_release(pool: EnginePool, peers: RankPeers, *, timeout_s: float) -> Rel
     """Return the function by which rank 0, which brings weights to the pool's engines, releases the other ranks."""
 
     async def release_ranks(report: PublishReport | None) -> None:
-        published = report and Published(report, _urls_of(pool))
+        published = report and Published(report, {name: pool.client(name).url for name in pool.states})
         await _pass_published(peers, published, timeout_s=timeout_s)
 
     return release_ranks
@@ -216,7 +216,9 @@ class EngineNews:
         """On rank 0: announce the URL and proven version of each engine whenever one changes, until cancelled."""
         told: dict[str, Standing] = {}
         while True:
-            if (standings := _standings_of(pool)) != told:
+            standings = {
+                name: Standing(member.client.url, None if member.out else member.version) for name, member in pool.members.items()}
+            if standings != told:
                 try:
                     await self._notice.put_up(wire.encode_json(standings).decode())
                     told = standings
@@ -244,14 +246,6 @@ class EngineNews:
         if standing is None or standing.url == engine.url:
             raise EngineError(f"rank 0 has not started {engine.name} anew since its last publish; it has to heal it first")
         return standing.url
-
-
-def _standings_of(pool: EnginePool) -> dict[str, Standing]:
-    return {name: Standing(member.client.url, None if member.out else member.version) for name, member in pool.members.items()}
-
-
-def _urls_of(pool: EnginePool) -> dict[str, str]:
-    return {name: pool.client(name).url for name in pool.states}
 
 
 class Followed:

@@ -91,13 +91,10 @@ def _replace(part: Path, folder: Path) -> OSError | None:
 def _describe(exc: CheckpointException, folder: Path, outcome: str) -> StorageError | RunError:
     failures = {rank: failure[0] for rank, failure in exc.failures.items()}
     reasons = "; ".join(f"rank {rank}: {_reason(failure)}" for rank, failure in sorted(failures.items()))
-    kind = StorageError if any(_is_storage(failure) for failure in failures.values()) else RunError
-    return kind(f"checkpoint {folder} could not be {outcome} ({reasons})")
-
-
-def _is_storage(failure: BaseException) -> bool:
     # When a write fails inside torch's archive writer, the error is the writer's complaint about its own position.
-    return isinstance(failure, OSError) or "inline_container" in str(failure)
+    of_disk = any(isinstance(failure, OSError) or "inline_container" in str(failure) for failure in failures.values())
+    kind = StorageError if of_disk else RunError
+    return kind(f"checkpoint {folder} could not be {outcome} ({reasons})")
 
 
 def _reason(failure: BaseException) -> str:

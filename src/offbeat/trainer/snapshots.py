@@ -170,13 +170,9 @@ class AdapterSnapshot:
 
         It is the last use of the snapshot, whose `state` it overwrites.
         """
-
-        def add_adapter(part: Path) -> None:
-            self.write(part / "adapter")
-
         export_folder(
             self._merged(), folder, model_folder=check_model_folder(self.base), tokenizer_folder=tokenizer_folder, dtype=self.dtype,
-            add=add_adapter)
+            add=lambda part: self.write(part / "adapter"))
 
     @torch.no_grad()
     def _merged(self) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ The completion is parsed, never evaluated. It may contain only whole numbers, th
 """
 
 import ast
+import operator
 import re
 from collections import Counter
 from fractions import Fraction
@@ -12,6 +13,7 @@ from offbeat.data.row import Row
 from offbeat.errors import DataError
 
 _ALLOWED_TEXT = re.compile(r"[0-9+\-*/() ]{1,512}")
+_SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 def countdown(completion: str, row: Row) -> float:
@@ -40,16 +42,6 @@ def _value(node: ast.expr, used: Counter[int]) -> Fraction:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         used[node.value] += 1
         return Fraction(node.value)
-    if not isinstance(node, ast.BinOp):
+    if not isinstance(node, ast.BinOp) or type(node.op) not in _SIGNS:
         raise ValueError("only numbers and the four signs")
-    left, right = _value(node.left, used), _value(node.right, used)
-    match node.op:
-        case ast.Add():
-            return left + right
-        case ast.Sub():
-            return left - right
-        case ast.Mult():
-            return left * right
-        case ast.Div():
-            return left / right
-    raise ValueError("only numbers and the four signs")
+    return _SIGNS[type(node.op)](_value(node.left, used), _value(node.right, used))
