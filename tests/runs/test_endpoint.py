@@ -132,7 +132,7 @@ def test_several_answers_are_asked_for_until_they_are_there_and_each_is_scored(t
 
 
 def test_a_busy_endpoint_is_asked_again_and_a_prompt_that_fails_costs_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offbeat.runs.endpoint._PAUSE_S", 0.0)
+    monkeypatch.setattr("offbeat.runs.endpoint.PAUSE_S", 0.0)
     scripted = Scripted(statuses={"busy": [503], "away": [429, 429], "wrong": [400]})
     answered = play(scripted, configured(tmp_path), *(Row(text, "") for text in ("busy", "away", "wrong", "fine")))
     assert [prompt.failed for prompt in answered.prompts] == [False, True, True, False]

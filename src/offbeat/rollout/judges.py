@@ -80,9 +80,9 @@ _NUMBER = r"(-?(?:\d+(?:\.\d+)?|\.\d+))"
 _BETWEEN = r"[^\w.+-]"
 """Characters between a colon and a number, such as white space and asterisks, but no part of the number."""
 
-_AGAIN = frozenset((408, 409, 425, 429, 500, 502, 503, 504, 529))
+AGAIN = frozenset((408, 409, 425, 429, 500, 502, 503, 504, 529))
 """Statuses after which the same request may succeed."""
-_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
+PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
 
 
 class JudgeError(Exception):
@@ -283,14 +283,14 @@ class Judge:
             headers["Authorization"] = f"Bearer {key}"
         request = urllib.request.Request(f"{self.url.rstrip('/')}/chat/completions", body, headers)
         for attempt in itertools.count():
-            pause = min(_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S)
+            pause = min(PAUSE_S * 2**attempt, LONGEST_PAUSE_S)
             try:
                 with open_url(request, timeout_s=max(0.01, until - time.monotonic())) as response:
                     return _answer_text(response.read())
             except urllib.error.HTTPError as exc:
                 with exc:
                     why = f"status {exc.code}: {printable(exc.read(300).decode(errors='replace'))}"
-                if exc.code not in _AGAIN:
+                if exc.code not in AGAIN:
                     raise JudgeError(why) from exc
                 wished = exc.headers.get("Retry-After", "")
                 pause = max(pause, float(wished)) if wished.isdigit() else pause

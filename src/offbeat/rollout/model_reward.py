@@ -17,7 +17,7 @@ from offbeat.data.reward import FailedReward, check_reward
 from offbeat.data.row import Prompt, Row
 from offbeat.engine.reward_options import RewardModelOptions, ScoredTexts, TextsToScore
 from offbeat.errors import CodeError, DeadlineError, DeathError, WorkerError, first_line
-from offbeat.rollout.reward_pool import check_call
+from offbeat.rollout.reward_pool import Rewards, check_call
 from offbeat.user_code.boundary import Caught
 from offbeat.workers.worker import FAILED_STOP_S, Launcher, Nothing, Worker, WorkerSpec, ask
 
@@ -44,8 +44,8 @@ def worker_specs(num_workers: int, *, log_dir: Path, threads: int = 1, num_devic
         for name in names]
 
 
-class ModelReward:
-    """A reward model in processes of its own; may be used where a `RewardPool` may."""
+class ModelReward(Rewards):
+    """A reward model in processes of its own."""
 
     def __init__(
         self, launcher: Launcher, options: RewardModelOptions, specs: Sequence[WorkerSpec], *, timeout_s: float, start_timeout_s: float,
@@ -71,25 +71,8 @@ class ModelReward:
             task.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)
 
-    async def check(self, row: Row) -> float:
-        """Score the row's own answer, so that a model that cannot be used is found before any training.
-
-        Raises:
-            CodeError: it cannot be scored.
-            WorkerError, DeadlineError: as in `score`.
-        """
-        [reward] = await self.score([row.answer], row)
-        if isinstance(reward, FailedReward):
-            raise CodeError(reward.reason)
-        return reward
-
     async def score(self, completions: Sequence[str], row: Row) -> list[float]:
-        """Return one reward per completion; a `FailedReward` where there is none.
-
-        Raises:
-            CodeError: a workflow passes completions that are not text, or something other than a row, or the row has images.
-            WorkerError, DeadlineError: a replacement process does not start.
-        """
+        """See `Rewards.score`; raises CodeError also for a row that has images."""
         check_call(completions, row)
         if row.images:
             raise CodeError(f"the reward model {self._options.model} is not shown the images of a prompt; score rows without images")

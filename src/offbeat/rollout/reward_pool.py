@@ -6,6 +6,7 @@ that dies is replaced, and the completion that it was scoring is tried once more
 reward of groups, or one that is async, scores all completions of one in a single call under one deadline.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Self
@@ -18,7 +19,37 @@ from offbeat.rollout.reward_worker import GroupRequest, RewardLoadRequest, Rewar
 from offbeat.user_code.pool import CodePool, CodeRole
 
 
-class RewardPool:
+class Rewards(ABC):
+    """Rewards of completions, computed by processes that start on entering it."""
+
+    _hidden: Collection[str] = ()
+    """Environment variables that the processes do not see."""
+
+    @abstractmethod
+    async def score(self, completions: Sequence[str], row: Row) -> list[float]:
+        """Return one reward per completion; a `FailedReward` where there is none.
+
+        Raises:
+            CodeError: a workflow passes completions that are not text, or something other than a row.
+            WorkerError, DeadlineError: a replacement process does not start.
+        """
+
+    async def check(self, row: Row) -> float:
+        """Score the row's own answer, so that a broken reward is found before any training.
+
+        Raises:
+            CodeError: it cannot be scored.
+            WorkerError, DeadlineError: as in `score`.
+        """
+        [reward] = await self.score([row.answer], row)
+        if isinstance(reward, FailedReward):
+            missed = next((f"; rollout.reward_env = ['{name}'] would show it that variable" for name in self._hidden
+                           if name in reward.reason), "")
+            raise CodeError(reward.reason + missed)
+        return reward
+
+
+class RewardPool(Rewards):
     """A pool of `num_workers` processes that run one reward function, or several with weights."""
 
     def __init__(
@@ -43,6 +74,7 @@ class RewardPool:
                 load=wire.encode(RewardLoadRequest("" if weights else self._dotted, weights)), functions=(*weights,) or (self._dotted,),
                 memory_bytes=memory_bytes, allowed=allowed, start_timeout_s=start_timeout_s),
             num_processes=num_workers, log_dir=log_dir)
+        self._hidden = self._pool.hidden
 
     async def __aenter__(self) -> Self:
         try:
@@ -55,27 +87,8 @@ class RewardPool:
     async def __aexit__(self, *exc: object) -> None:
         await self._pool.__aexit__(*exc)
 
-    async def check(self, row: Row) -> float:
-        """Score the row's own answer, so that a broken reward is found before any training.
-
-        Raises:
-            CodeError: it cannot be scored.
-            WorkerError, DeadlineError: as in `score`.
-        """
-        [reward] = await self.score([row.answer], row)
-        if isinstance(reward, FailedReward):
-            missed = next((f"; rollout.reward_env = ['{name}'] would show it that variable" for name in self._pool.hidden
-                           if name in reward.reason), "")
-            raise CodeError(reward.reason + missed)
-        return reward
-
     async def score(self, completions: Sequence[str], row: Row) -> list[float]:
-        """Return one reward per completion; a `FailedReward` where the function raised, was late, ended its process or gave no valid one.
-
-        Raises:
-            CodeError: a workflow passes completions that are not text, or something other than a row.
-            WorkerError, DeadlineError: a replacement process does not start.
-        """
+        """See `Rewards.score`; there is no reward where the function raised, was late, ended its process or gave no valid one."""
         check_call(completions, row)
         if not completions:
             return []

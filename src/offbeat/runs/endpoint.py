@@ -25,13 +25,11 @@ from offbeat.data.reward import FailedReward, NamedReward
 from offbeat.data.row import Row
 from offbeat.errors import ConfigError, EngineError, OffbeatError, describe, printable
 from offbeat.evaluation.samples import EvaluatedPrompt, EvaluatedSample, EvaluatedSet, check_answered
+from offbeat.rollout.judges import AGAIN, LONGEST_PAUSE_S, PAUSE_S
+from offbeat.rollout.reward_pool import Rewards
 from offbeat.runs.evaluated_model import EvaluatedModel
-from offbeat.runs.run_code import Rewards
 
 SINGLE_TURN = "offbeat.rollout.workflows.single_turn:single_turn"
-_AGAIN = frozenset((408, 409, 425, 429, 500, 502, 503, 504, 529))
-"""Statuses after which the same request may succeed."""
-_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
 _LIST_TIMEOUT_S = 30.0
 
 
@@ -176,7 +174,7 @@ class ModelEndpoint:
             try:
                 return await self._call("POST", path, body)
             except EndpointBusy as exc:
-                await asyncio.sleep(max(exc.wished_s, min(_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S)))
+                await asyncio.sleep(max(exc.wished_s, min(PAUSE_S * 2**attempt, LONGEST_PAUSE_S)))
         return await self._call("POST", path, body)
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -187,7 +185,7 @@ class ModelEndpoint:
             raise EndpointBusy(f"{self._url} cannot be reached: {exc or type(exc).__name__}") from exc
         if response.status != 200:
             wished = response.headers.get("Retry-After", "")
-            error = EndpointBusy if response.status in _AGAIN else EngineError
+            error = EndpointBusy if response.status in AGAIN else EngineError
             failure = error(f"{self._url}{path} answered with {response.status}: {printable(data.decode(errors='replace'), most=300)}")
             if isinstance(failure, EndpointBusy) and wished.isdigit():
                 failure.wished_s = float(wished)

@@ -31,11 +31,12 @@ from offbeat.hosts import is_this_machine
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.rollout.episode import Generate
 from offbeat.rollout.metric import Metric, check_metrics
+from offbeat.rollout.reward_pool import Rewards
 from offbeat.runs.endpoint import AskedSet, ModelEndpoint, read_sets
 from offbeat.runs.evaluated_model import KEY_ENV, EvaluatedModel, find_models
 from offbeat.runs.plan import make_plan
 from offbeat.runs.rollouts import EngineRollouts
-from offbeat.runs.run_code import Rewards, open_rewards, open_user_code
+from offbeat.runs.run_code import open_rewards, open_user_code
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.evaluation_log import RESULT_NAME
 from offbeat.telemetry.record import RunRecord

@@ -20,18 +20,16 @@ from offbeat.engine.reward_options import RewardModelOptions
 from offbeat.rollout.episode import Episode, Workflow
 from offbeat.rollout.metric import check_metrics
 from offbeat.rollout.model_reward import ModelReward, worker_specs
-from offbeat.rollout.reward_pool import RewardPool, check_call
+from offbeat.rollout.reward_pool import RewardPool, Rewards, check_call
 from offbeat.telemetry.record import RunRecord
 from offbeat.workers.worker import Launcher
-
-Rewards = RewardPool | ModelReward
 
 
 @dataclass(frozen=True)
 class MixedRewards:
     """The rewards of several data sets, by name; each row is judged by its own set's."""
 
-    of_sets: Mapping[str, "RewardPool | ModelReward"]
+    of_sets: Mapping[str, Rewards]
 
     async def score(self, completions: Sequence[str], row: Row) -> list[float]:
         check_call(completions, row)
@@ -42,7 +40,7 @@ class MixedRewards:
 class UserCode:
     """Workflow and rewards of a run, with their processes, and the user code of its evaluation sets, by name."""
 
-    rewards: "Rewards | MixedRewards"
+    rewards: Rewards | MixedRewards
     workflow: Workflow
     sets: Mapping[str, "UserCode"] = field(default_factory=dict)
 
@@ -122,6 +120,7 @@ async def open_rewards(
     found before any episode. `of_set` names the evaluation set that they judge; "" is the run.
     """
     rollout, log_dir = config.rollout, _log_dir(record, of_set)
+    rewards: Rewards
     if model := reward_model_of(config):
         options = RewardModelOptions(
             model, config.model.number_format, config.data.system_prompt, config.train.max_tokens_per_microbatch)
