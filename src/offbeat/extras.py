@@ -15,7 +15,6 @@ def require(extra: str, modules: Sequence[str], *, wanted_by: str) -> None:
     """Refuse to begin something whose extra is not installed.
 
     Args:
-        extra: name of the extra, such as "train".
         modules: top-level modules that it brings; none of them is imported here.
         wanted_by: the command or part that needs them, such as "config check --memory".
 

@@ -209,7 +209,6 @@ class Hang:
     """A thread that hangs.
 
     Attributes:
-        where: the work and the place.
         still_s: seconds without a sign of life.
         stack: one line per call, innermost last.
     """

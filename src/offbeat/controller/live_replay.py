@@ -32,8 +32,6 @@ class LiveStep:
     """Answers of a step that were generated again.
 
     Attributes:
-        num_groups: number of its groups that were chosen.
-        num_tokens: tokens that were generated again.
         num_equal: tokens up to the first difference of each answer, or part of one, that an engine sampled again.
         num_missing: tokens that were not, because their version comes before the replay's first one.
         logprob_gap: largest difference of the log-probabilities of equal tokens, in nats.
@@ -173,12 +171,7 @@ def compare_span(span: RecordedSpan, sampled: Sample) -> ComparedSpan:
 
 
 def reason_of(found: ComparedSpan, *, was: int, now: float | None, config: Config) -> str:
-    """Say why a token differs.
-
-    Args:
-        was: the recorded token.
-        now: its log-probability to the engine of the replay; None if it is not among the 20 likeliest that can be drawn.
-    """
+    """Say why a token differs, of log-probability `now` in the replay; None if it is not among the 20 likeliest that can be drawn."""
     span, at, inference = found.span, found.span.num_begun + found.num_equal, config.inference
     before = float(span.logprobs[at])
     gap = abs(now - before) if now is not None else 0.0

@@ -26,7 +26,6 @@ def check_of_rows(tokenizer: Tokenizer | None, data: DataConfig, *, answered: bo
 
     Args:
         tokenizer: of the run; None checks what needs none.
-        answered: whether the row's answer is read, too.
         blind: a part of the run that would not see images; see `blind_part`.
 
     Returns:
@@ -63,11 +62,7 @@ def blind_part(
 ) -> str:
     """Return which part of a run would not see images of its rows, and what to do, as the end of a sentence; empty if there is none.
 
-    Args:
-        rewards: names of the run's rewards, as `choose_rewards` gives them.
-        teacher: the model that scores answers to the rows; None if none does.
-        environment: that is played; empty for none.
-        model: folder of the policy; empty if it is made here.
+    An `environment` is empty if none is played, and the folder of the policy, `model`, if it is made here.
     """
     setting = "rollout.rewards" if rollout.rewards else "rollout.reward"
     for name in rewards:

@@ -27,9 +27,7 @@ from offbeat.telemetry.tracker import StatsPart
 class ScoredBatch:
     """A batch of M targets with everything that its training step reads.
 
-    Attributes:
-        stats: statistics of the scores.
-        known: for the record, `ref_logprobs` and `prox_logprobs`, [M] float32, where they were computed.
+    For the record, `known` has `ref_logprobs` and `prox_logprobs`, [M] float32, where they were computed.
     """
 
     batch: Batch

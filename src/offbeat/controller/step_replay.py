@@ -50,8 +50,6 @@ class ReplayedStep:
 
     Attributes:
         difference: the first metric or file that came out otherwise, as a sentence; "" if all are equal.
-        num_metrics: metrics that were compared.
-        has_weights: whether the weights were compared.
         has_checkpoint: whether the run has a checkpoint of the step, so that the optimizer's state was compared as well.
         has_export: whether the run has exported the model after the step, so that its files were compared as well.
         live: what came of generating its answers again; None where this was not asked for.

@@ -54,7 +54,6 @@ class AdapterCache:
     Requests are over then, so folders go that they alone have kept.
 
     Attributes:
-        catalog: the versions that there are.
         slots: the adapters of each engine, by the engine's name.
         timeout_s: time for one engine to load and prove one adapter.
     """
@@ -64,7 +63,6 @@ class AdapterCache:
 
         Args:
             capacity: number of adapters that an engine holds at once.
-            judge: decides whether an engine's proof is believed.
             keep: number of each adapter's newest versions whose folders stay, besides versions in use.
 
         The pool's listener hears of "adapter_loaded" (engine, adapter, seconds) or "load_failed" (engine, adapter, reason) for each load

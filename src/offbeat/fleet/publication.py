@@ -16,7 +16,6 @@ class PublishReport:
     """Durations of a publish, engines that serve the version, and reasons of the others.
 
     Attributes:
-        total_s: seconds of the whole publish.
         write_s: seconds of writing; 0 where the version was written before.
         stage_s: seconds of the slowest engine's staging, or of loading and proving an adapter.
         switch_s: longest time of an engine from the beginning of its switch to its proof, in seconds; 0 for an adapter.

@@ -16,7 +16,6 @@ class AdapterSlots:
     """The adapters that one engine holds, loads and unloads.
 
     Attributes:
-        capacity: largest number of adapters that the engine holds.
         held: names of the adapters that are loaded and proven, the least recently used first.
         coming: number of callers that are loading each adapter or wait to, by name.
         num_loading: number of loads that have begun and take room; waiting ones take none.
@@ -61,10 +60,7 @@ class AdapterSlots:
     def make_room(self) -> list[str]:
         """Choose adapters to unload, so that the loading ones fit: the least recently used ones without requests.
 
-        For example, with a capacity of 4, 3 held and 2 loading, one adapter has to go.
-
-        Returns:
-            Their names; they no longer count as held, and the caller unloads them.
+        They no longer count as held, and the caller unloads them. With a capacity of 4, 3 held and 2 loading, one has to go.
 
         Raises:
             BusyError: too many adapters are in use.

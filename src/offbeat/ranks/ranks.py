@@ -65,11 +65,7 @@ class Ranks(Protocol):
         ...
 
     async def score(self, method: str, batch: Batch, *, of: Policy, with_entropy: bool, timeout_s: float) -> list[ScoredShare]:
-        """Score this process's batch, spread as a training step is; see `Sharder.score_shares`.
-
-        Returns:
-            Scored shares that make up `batch`, at least one, which may be empty.
-        """
+        """Score this process's batch in shares, at least one, which may be empty; see `Sharder.score_shares`."""
         ...
 
     def observe(self, busy_s: Sequence[float]) -> dict[str, float]:

@@ -31,18 +31,13 @@ class Sharder:
     in training, also where that is observed meanwhile.
 
     With `rollout.balance_batch`, ranks get shares of similar predicted cost; numbers of sequences may differ, and a rank may get none.
-    Without it, groups are dealt in their order.
-
-    Attributes:
-        balanced_by: the cost model by which the step that was observed last was balanced; the prior before.
+    Without it, groups are dealt in their order. `balanced_by` is the cost model by which the step that was observed last was balanced.
     """
 
     def __init__(self, config: RankConfig, *, num_ranks: int, prior: CostModel) -> None:
         """`prior` is the cost model until times have been observed.
 
-        Args:
-            num_ranks: number of ranks, R. Ranks that compute the same rows by [train.parallel], such as 0 and 1 with tp = 2, get the same
-                share.
+        Ranks that compute the same rows by [train.parallel], such as 0 and 1 with tp = 2, get the same share.
         """
         self._train = config.train
         self._balance = config.rollout.balance_batch
@@ -111,8 +106,7 @@ class Sharder:
     def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
         """Fit the cost model to the oldest step of `shards` that was not observed, and return metrics of that step.
 
-        Args:
-            busy_s: [R] seconds that each rank computed, excluding waits for others, such as [2.1, 1.9].
+        `busy_s` are the [R] seconds that each rank computed, excluding waits for others, such as [2.1, 1.9].
 
         Returns:
             balance/gap: busiest rank's predicted load over the lower bound of any split of the same units, less 1.

@@ -123,13 +123,9 @@ class Trainers:
             self._prepared = batch, await self._spread(batch, self._step, num_minibatches=num_minibatches, ahead=True)
 
     async def score(self, batch: Batch, *, of: Policy = "policy", with_entropy: bool = False) -> TargetScores:
-        """Score the targets of this process's batch under the policy or its reference, without gradients.
+        """Score the targets of this process's batch, in its order, under the policy or its reference, without gradients.
 
-        Args:
-            batch: as for `train_step`, which sees the same log-probabilities of the policy if it makes one update.
-
-        Returns:
-            Scores of the M targets, [M] float32 each, in the order of the batch; see `TargetScores`.
+        A `train_step` of one update sees the same log-probabilities of the policy.
 
         Raises:
             ConfigError: the reference is to score, and the configuration has no use for one.
@@ -253,13 +249,9 @@ class Trainers:
         return Scores(logprobs, losses)
 
     def _shares(self, lengths: np.ndarray) -> list[np.ndarray]:
-        """Return the indices of each rank's sequences, balanced by tokens; a rank may get none.
+        """Balance N sequences by their tokens, `lengths` [N], over ranks, some of which may get none.
 
-        Args:
-            lengths: [N] tokens of each sequence.
-
-        Returns:
-            One [K] int64 per rank, ascending, for example [0, 2] and [1] of 3 sequences.
+        Return the indices of each rank's sequences, [K] int64, ascending, for example [0, 2] and [1] of 3 sequences.
         """
         copies = self._config.train.parallel.ranks_per_share
         num_shares = self._ranks.num_called // copies

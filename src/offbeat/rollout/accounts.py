@@ -54,7 +54,6 @@ class Account:
     Attributes:
         most_stretches: largest number of `stretches` that are kept.
         seconds: seconds of each activity, such as {"model": 3.2, "tool": 0.8}; they add up to the episode's duration.
-        num_calls: calls of the model.
     """
 
     settle: Settle = lambda _account, _ended: None

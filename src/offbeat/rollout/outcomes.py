@@ -88,9 +88,8 @@ class GroupListener(Protocol):
 class GroupFailure:
     """Why a group failed.
 
-    Attributes:
-        again: whether another try may succeed: true for failures of engines, deadlines, rewards and samples, which differ each time; false
-            for a prompt that cannot be asked.
+    Another try, `again`, may succeed where engines, deadlines, rewards or samples failed, which differ each time; not for a prompt that
+    cannot be asked.
     """
 
     error: Exception

@@ -68,7 +68,6 @@ class RolloutParts:
         has_places: whether episodes wait for a place of user code when they are off the clock.
         engines: the clock that engines halt while they sleep, so that deadlines of episodes stand still.
         seed: of the random numbers of training's requests; None leaves them to the engines.
-        running_s: see `GroupCalls`.
     """
 
     workflow: Workflow
@@ -101,14 +100,11 @@ class GroupPlayer:
         self, prompt_id: str, row: Row, group_size: int, sampling: Sampling, *, version: Version, accounts: Accounts,
         calls: GroupCalls | None = None,
     ) -> tuple[Group, GroupFailure | None]:
-        """Play one group.
+        """Play one group, and say why it failed, which is data: the group then has the reason in place of trajectories.
 
         Args:
             sampling: its seed is that of the group, on which those of requests depend.
             calls: record the group's calls of engines; None records none.
-
-        Returns:
-            The group, and why it failed. A failure is data: the group has the reason in place of trajectories.
         """
         with Caught() as caught:
             episode = self._make_episode(row, group_size, replace(sampling, seed=None))

@@ -51,9 +51,8 @@ class RecordedSpan:
 def spans_of(group: Group, *, seed: int | None) -> Iterator[RecordedSpan]:
     """Yield the spans of a group's answers, in order.
 
-    Args:
-        seed: of the group's requests; see `randomness.seeded`. The seeds that follow from it are those of the built-in workflows: one
-            request for all samples of the prompt, or those of episodes by their number.
+    From the `seed` of the group (see `randomness.seeded`) follow those of the built-in workflows: one request for all samples of the
+    prompt, or those of episodes by their number.
     """
     num_equal: Counter[tuple[int, bytes]] = Counter()
     for sample, trajectory in enumerate(group.trajectories):

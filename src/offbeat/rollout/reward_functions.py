@@ -74,10 +74,7 @@ class RewardFunction:
         return self._is_of_group or self._is_async
 
     def values(self, completions: Sequence[str], row: Row) -> list[float | None]:
-        """Score completions.
-
-        Returns:
-            For each a number, a `NamedReward`, a `FailedReward` that says why there is none, or None where the reward does not apply.
+        """Return for each completion a number, a `NamedReward`, a `FailedReward` that says why, or None where the reward does not apply.
 
         Raises:
             MemoryError: memory ran out; the process must be ended.

@@ -165,8 +165,7 @@ class Adapters:
     async def forward_backward(self, batches: Mapping[str, Batch]) -> dict[str, Scores]:
         """Score the batches of many adapters in one pass, and accumulate the gradients of their losses.
 
-        Args:
-            batches: by adapter. The loss is the sum over targets of `loss_weights` times loss; the weights hold all denominators.
+        A loss is the sum over targets of `loss_weights` times loss; the weights hold all denominators.
 
         Returns:
             By adapter: the log-probabilities [M] float32 of its M targets, and the losses [N] float32 of its N sequences.

@@ -43,10 +43,7 @@ _PLAYED = {"agent": "agent", "gym": "environment", "tool_loop": "class of tools"
 
 
 def check_named(config: Config) -> list[str]:
-    """Try data, rewards and workflow of a run and of its evaluation sets.
-
-    Returns:
-        A line on each, such as "agent: agents.py:play".
+    """Try data, rewards and workflow of a run and of its evaluation sets; return a line on each, such as "agent: agents.py:play".
 
     Raises:
         ConfigError: lists everything that cannot be used, with the reasons.

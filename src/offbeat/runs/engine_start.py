@@ -14,11 +14,7 @@ from offbeat.workers.worker import Launcher
 async def start_engines(
     launcher: Launcher, config: EngineConfig, *, log_dir: Path, model: str, tokenizer: str, builds: bool, may_load: asyncio.Event,
 ) -> tuple[EngineGroup, EngineAddresses]:
-    """Start the engines, and have them load `model` with the tokenizer of a folder.
-
-    Args:
-        builds: whether the model is made in the run's folder.
-        may_load: set by the start of the ranks; see `offbeat.ranks.ranks.start_ranks`.
+    """Start the engines, and have them load `model` with the tokenizer of a folder once the start of the ranks sets `may_load`.
 
     Raises:
         ConfigError: the model is made where an engine does not see it.

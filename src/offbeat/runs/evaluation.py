@@ -52,7 +52,6 @@ class Progress:
     """Progress of an evaluation.
 
     Attributes:
-        model: the model that is evaluated, as it was named.
         set: title of the set; "" while engines start.
         num_answered, num_prompts: prompts of the set that are scored, and all.
         accuracy: share of right answers to the scored prompts, for example 0.5.
@@ -82,9 +81,6 @@ def evaluate_models(
         output: JSON file for the scores, beside which the answers go; by default `evaluation.json` in `NAME-eval`.
         on_progress: called when engines start, and after each prompt.
         console: shows notes, such as of engines that fail; by default nothing.
-
-    Returns:
-        One result for each model, in their order.
 
     Raises:
         UserError: there is no model, nothing to evaluate on, or a model, its data or its code cannot be used.

@@ -31,7 +31,6 @@ class Parting:
     """Where two runs part.
 
     Attributes:
-        text: a sentence on how.
         group: prompt id of the group; "" if it concerns no single group.
         sample, token: numbers of the sample in its group and of the token in its sequence, from 0; None if it concerns no single one.
         metric: name of the metric; "" if it is none.

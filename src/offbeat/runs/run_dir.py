@@ -39,7 +39,6 @@ def prepare_run_dir(
     Args:
         kind: kind of training; a run goes on only from checkpoints of its own kind.
         identity: of the run as it is now, which must be that of its journal; None goes on from checkpoints alone.
-        num_heads: number of processes that draw data.
 
     Returns:
         New folder of the older run, such as `runs/NAME.1`, if it was moved.

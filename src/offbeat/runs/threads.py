@@ -26,7 +26,6 @@ def choose_threads(
     Args:
         cores: number of cores that this process may use.
         trains: whether there are train ranks. A setting without processes keeps its 0.
-        serves: whether there are engines.
     """
     spmd = config.run.mode == "spmd"
     num_ranks = (rank_info.local_world if spmd else config.train.num_ranks) if trains else 0

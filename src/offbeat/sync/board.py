@@ -50,7 +50,6 @@ class Wait:
         n: number of the point, counted alike on every rank, from 1.
         keys: keys of the values that are exchanged behind the point; they must agree between ranks, as the name must.
         patient_with: other ranks whose beats extend this wait.
-        messages: messages to the caller.
         heard: whether the store has answered the judge that looks at this wait.
         abandoned: why the caller left without a verdict; if this rank owns the verdict, it hands out this one.
     """
@@ -105,7 +104,6 @@ class Board:
 
     Attributes:
         wait: the arrival that the caller waits for; None when it is elsewhere.
-        arrivals: number of arrivals so far.
         last, last_s: name of the point that the caller left last, and time.monotonic() at that moment.
         inside: number of the point whose collective the caller is in; 0 outside.
         failure: why no point will ever be passed again; None while all is well.

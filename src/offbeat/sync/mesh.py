@@ -89,8 +89,6 @@ class ProcessGroups:
     """The groups that a rank belongs to, and its place in them.
 
     Attributes:
-        rank: rank of this process, 0 to world - 1.
-        world: number of ranks, R.
         mesh: all ranks on the platform's backend, in the dimensions "dp", "shard", "cp" and "tp", some of which may be of size 1.
         gradient_mesh: one dimension: this rank and its peers of the same tensor index, over which gradients are summed.
         cpu_group: gloo over all ranks, on any device.

@@ -29,7 +29,6 @@ class Count:
     """The decoded fields of a sum.
 
     Attributes:
-        arrived: number of ranks that have arrived.
         poisons: number of ranks that gave up waiting; the rank that reads 1 owns the verdict.
         agreed: whether all came under the name that the reader uses.
     """

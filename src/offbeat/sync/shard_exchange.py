@@ -80,7 +80,6 @@ class ShardExchange:
         specs: shape and number format in which each tensor is dealt, by its name, in the order of the model.
         owners: the rank that gets each tensor.
         parcels: blocks that rank s sends to rank o, in order, by (s, o); blocks that an owner holds itself are under (o, o).
-        world: number of ranks.
     """
 
     specs: dict[str, Spec]
@@ -98,7 +97,6 @@ class ShardExchange:
             holdings: of each rank; blocks of two ranks are the same, or do not overlap.
             specs: all tensors, as they are to be dealt.
             together: names of tensors that have to come to the same owner; each name once.
-            owners: ranks that are dealt tensors.
         """
         by_name = {spec.name: spec for spec in specs}
         weights = {names: sum(by_name[name].num_bytes for name in names) for names in map(tuple, together)}
@@ -131,12 +129,8 @@ class ShardExchange:
     def run(self, tensors: Mapping[str, Tensor], *, rank: int) -> dict[str, Tensor]:
         """Exchange tensors over all ranks; a collective of torch's, for the inside of a region.
 
-        Args:
-            tensors: plain tensors and DTensors of this rank, of any shape such as [V, D]; not modified. The holder of a part converts
-                it before it is sent.
-
-        Returns:
-            CPU tensors that this rank is dealt, by name, each whole.
+        They are plain tensors and DTensors of this rank, of any shape such as [V, D]; not modified. The holder of a part converts it
+        before it is sent. Returned are the CPU tensors that this rank is dealt, by name, each whole.
         """
         limit = max(BUCKET_BYTES // self.world, _LEAST_BYTES)
         dealt = {name: torch.empty(self.specs[name].shape, dtype=self.specs[name].torch_dtype) for name in self.names(rank)}

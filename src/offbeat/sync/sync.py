@@ -85,14 +85,10 @@ class Sync:
         SyncMismatch: ranks came under different names.
         PeerError: a rank failed or died; every later point raises it, too. A StuckError: one is stopped or hangs while others are inside.
         ConfigError: `timeout_s` is not a positive number of seconds.
-
-    Attributes:
-        rank: rank of this process, 0 to world - 1.
-        world: number of ranks.
-        cpu_group: gloo over all ranks; set by `join` once they have met.
     """
 
     cpu_group: dist.ProcessGroup
+    """Gloo over all ranks; set by `join` once they have met."""
 
     def __init__(self, *, rank: int, world: int, config: DistConfig, listener: RankListener | None) -> None:
         self.rank = rank

@@ -54,8 +54,7 @@ class RankStatus:
 class SyncVerdict:
     """Reason why a point was not passed; `text` is all that a person reads of it.
 
-    Attributes:
-        kind: "failed" and "stuck" are final. "stuck" is for a rank that is stopped or hangs while others wait, or for longer than allowed.
+    "failed" and "stuck" are final. "stuck" is for a rank that is stopped or hangs while others wait, or for longer than allowed.
     """
 
     kind: Literal["missed", "mismatch", "failed", "stuck"]

@@ -59,8 +59,6 @@ def complete_folder(
 
     Args:
         weight_map: file of each weight by its Hugging Face name, e.g. "lm_head.weight": "model-00001-of-00003.safetensors".
-        num_bytes: size of all weights.
-        model_folder, dtype: as for `export_folder`.
 
     Raises:
         OSError, StorageError: it cannot be written.

@@ -77,11 +77,10 @@ class ScoreShare:
 
 @dataclass(frozen=True, eq=False)
 class TargetScores:
-    """A model's scores of the M targets of a batch.
+    """A model's scores of the M targets of a batch, by name, [M] float32 each.
 
-    Attributes:
-        columns: [M] float32 each, by name. Of a policy: `logprobs`, log-probabilities of the targets at the temperature that the batch's
-            losses need, and if they were asked for `entropy`, in nats, of the whole distributions. Of a value model: `values`.
+    Of a policy: `logprobs`, log-probabilities of the targets at the temperature that the batch's losses need, and if they were asked for
+    `entropy`, in nats, of the whole distributions. Of a value model: `values`.
     """
 
     columns: dict[str, np.ndarray]

@@ -54,8 +54,6 @@ class Share:
         file: name of its file; empty if it had nothing to write.
         names: published names of the weights in it, if it holds whole ones.
         digests: of all weights that the rank was dealt; see `offbeat.model.fingerprint`.
-        num_bytes: size of the tensors in it.
-        error: why it could not be written.
     """
 
     file: str

@@ -51,7 +51,6 @@ class ScoredRow:
     Attributes:
         predictions: [M] float32 with gradient: log-probabilities, or values.
         losses: [M] float32 with gradient, multiplied by loss weights.
-        report: values to report.
     """
 
     predictions: Tensor

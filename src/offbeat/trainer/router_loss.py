@@ -32,11 +32,7 @@ Wait = Callable[[], AbstractContextManager]
 
 
 class MinibatchLoss(Protocol):
-    """The loss of a minibatch's routers, for one micro-batch after the other.
-
-    Attributes:
-        metrics: of the whole minibatch, equal on all ranks; complete after the last micro-batch.
-    """
+    """The loss of a minibatch's routers, micro-batch by micro-batch; `metrics`, equal on all ranks, are complete after the last."""
 
     metrics: dict[str, float]
 
@@ -172,7 +168,6 @@ class RouterLoad:
     Attributes:
         counts: [L, E] float64, how often the router of each layer chose each expert.
         probs: [E] float64, sums of the experts' probabilities over tokens and layers.
-        num_tokens: over all ranks.
     """
 
     counts: Tensor

@@ -73,8 +73,7 @@ class Snapshot(Protocol):
 class ModelSnapshot:
     """The `Snapshot` of a whole model, or of a part of it: some whole tensors.
 
-    Attributes:
-        state: weights as CPU tensors, by the names of their modules, tied ones once; empty on ranks that do not keep any.
+    `state` has the weights as CPU tensors, by the names of their modules, tied ones once; it is empty on ranks that do not keep any.
     """
 
     model: PreTrainedModel
@@ -131,8 +130,7 @@ class ModelSnapshot:
 class AdapterSnapshot:
     """The `Snapshot` of an adapter, always in float32, with its frozen model, which the adapter's folder names `base`.
 
-    Attributes:
-        state: the frozen model's weights in float32, as `ModelSnapshot` has them, for `export`; else empty.
+    For `export`, `state` has the frozen model's weights in float32, as `ModelSnapshot` has them; else it is empty.
     """
 
     adapter: Adapter

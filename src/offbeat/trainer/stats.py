@@ -12,7 +12,6 @@ class Update:
     """Statistics of one minibatch over all ranks.
 
     Attributes:
-        seen: statistics of the targets.
         grad_norm: global norm before clipping.
         routers: metrics of the routers, and of their load-balancing loss; empty for a dense model.
     """

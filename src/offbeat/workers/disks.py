@@ -306,10 +306,8 @@ async def collect(
 
     Args:
         place: place of the folder on the sources, and patterns of its files.
-        to: place on the target.
         merge: whether the files are added to the folder that is there; otherwise they take its place.
         what: name of the wait in errors, such as "step-00000050 to reach node 4f1c09a2b37d".
-        timeout_s: time for all of it.
 
     Returns:
         Number of files that were copied; where there are none, nothing has changed.

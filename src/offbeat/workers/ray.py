@@ -148,7 +148,6 @@ class RayWorker:
         """Start a worker; see `Launcher.start`. Without a `reaper`, Ray is a cluster: servers listen on their machine's address.
 
         Args:
-            place: room that is kept for it.
             beside: a file beside its log, which it sees if it shares this machine's disk; "" if it does.
             scratch: where its files go otherwise; see `_Host.start`.
         """

@@ -54,8 +54,6 @@ class WorkerSpec:
         target: "module:Class" of its `WorkerService`, such as "offbeat.trainer.worker:TrainWorker".
         log: file for its output; None shares the terminal.
         threads: CPU threads of its numeric libraries; also the number of cores that it requests of a scheduler.
-        num_devices: accelerators it needs.
-        env: further environment variables.
     """
 
     name: str
