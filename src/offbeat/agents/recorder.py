@@ -45,7 +45,6 @@ class Node:
         order: number of the call that it answers, among all of the episode.
         state: messages of users and tools since the last answer, as JSON such as '[["user", "hello"]]'.
         is_read: whether a client has received it.
-        num_children: number of prompts that continue it.
     """
 
     parent: "Node | None"

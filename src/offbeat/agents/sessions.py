@@ -57,7 +57,6 @@ class SharedCall:
     """A call that runs or has ended, and the clients that wait for it: more than one while it is tried again.
 
     Attributes:
-        is_read: whether a client has received the answer.
         has_failed: whether it ended without an answer; it is kept for the try that follows.
         ended_s: when it ended, on the monotonic clock.
     """

@@ -85,9 +85,7 @@ class AnswerStream(Protocol):
     def pieces(self, index: int, pieces: Sequence[Piece], logprobs: Sequence[TokenLogprob] = ()) -> bytes:
         """Write more of a reply.
 
-        Args:
-            index: number of the reply.
-            logprobs: of the tokens since the last call; these may be more or fewer than the tokens of the pieces.
+        `logprobs` are of the tokens since the last call; these may be more or fewer than the tokens of the pieces.
         """
         ...
 
@@ -328,9 +326,7 @@ def model_entry(name: str, created: float) -> dict[str, Any]:
 def list_models(created: Mapping[str, float], more: Mapping[str, Mapping[str, Any]] | None = None) -> bytes:
     """Write the answer of /v1/models.
 
-    Args:
-        created: when each model was made, in seconds since the epoch, by its name.
-        more: further keys of its description, by its name.
+    Both are by the model's name: when it was made, in seconds since the epoch, and `more` keys of its description.
     """
     names = list(created)
     models = [{**model_entry(name, since), **(more or {}).get(name, {})} for name, since in created.items()]

@@ -24,12 +24,7 @@ _DETAILS = (None, "auto", "high", "original")
 
 @dataclass(frozen=True)
 class ImageRules:
-    """What a server takes as images.
-
-    Attributes:
-        taken: whether it takes any.
-        files: folder that paths of files may lead to; None refuses paths.
-    """
+    """What a server takes as images: whether any, and the folder that paths of files may lead to; None refuses paths."""
 
     taken: bool = True
     files: Path | None = None

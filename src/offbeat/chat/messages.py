@@ -71,13 +71,11 @@ class ChatRequest:
         tool_choice: "auto", "none" or "required".
         tool_name: the tool that has to be called, if the client names one; `tool_choice` is then "required".
         parallel_calls: whether an answer may hold several calls.
-        n: number of answers.
         logprobs: whether each token's log-probability is wanted.
         top_logprobs: number of likeliest tokens that are wanted at each position.
         include_usage: whether a stream ends with the numbers of tokens.
         shaping: penalties, biases, structured outputs; see `Shaping`, and `ShapingFields` for its form in bodies.
         stop_token_ids, ignore_eos, scaled_logprobs: as in `inference.sampling.Sampling`.
-        template_kwargs: variables of the chat template.
         effort: how long to reason, such as "low", for templates that read `reasoning_effort`; empty if the client does not say.
         thinks: whether to reason before the answer, for templates that read `enable_thinking`; None if the client does not say.
         return_token_ids: whether the ids of tokens, and the versions that sampled them, are wanted; only chat completions can ask.
@@ -142,7 +140,6 @@ class Reply:
     Attributes:
         stop: the stop string that ended it; empty if none did.
         logprobs: of each token, if they are wanted.
-        num_tokens: number of generated tokens.
         token_ids: the generated tokens, if they are wanted.
         versions: of the weights that sampled each of them.
         malformed: the fault of a call that could not be read, which `message` then holds as text; else empty.

@@ -65,7 +65,6 @@ class AnswerParser:
             text: the sample, decoded with special tokens, without the token that ended it.
             tools: those that may be called; without any, nothing is a call.
             opening: the forced beginning of the answer, such as "<tool_call>"; `text` continues it.
-            call_ids: gives each call its id.
         """
         reader = self.reader(tools, call_ids=call_ids)
         pieces = [*reader.feed(opening), *reader.feed(text), *reader.finish()]

@@ -41,13 +41,7 @@ class RankConfig(Section):
 
 
 class EngineConfig(Section):
-    """The sections by which engines are started, published to and healed.
-
-    Attributes:
-        run_dir: folder of the run, such as "runs/quickstart".
-        weights_dir: folder where versions are published; see `Config.weights_dir`.
-        canary_dtype: see `Config.canary_dtype`.
-    """
+    """The sections by which engines are started, published to and healed; further fields are those of `Config`."""
 
     run: RunConfig
     model: ModelConfig

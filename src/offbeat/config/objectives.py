@@ -46,7 +46,6 @@ class Objective:
     Attributes:
         chosen_by: who may name it: `algorithm.objective`, clients of the service, or `preference.loss`.
         reads: columns of the batch, such as "advantages", besides `loss_weights` and those that `algorithms.objectives.reads_of` adds.
-        constants: constants by name.
         uses_anchor: whether it compares the current policy with the anchor of its `LossSpec`.
         bounds: the quantity that `clip_low` and `clip_high` bound: "ratio", the ratio itself, or "distance", how far the policy may move to
             either side; "" if it has no bounds.

@@ -145,7 +145,6 @@ class Batch:
         sequences: [N] int64 each, by name: always `group_ids` and `prefix_lens`, where sequences of equal ids share their first
             `prefix_lens` tokens; for a critic `truncated` (1 or 0); `signs`, 1 for a chosen answer and -1 for a rejected one of the group,
             where a loss compares them; `loss_ids` and `adapter_ids`, indices into `losses` and `adapters`, if there are several.
-        losses: losses of the sequences.
         adapters: names of the adapters that the sequences train; empty if the trainer trains one set of weights.
         denominator: number of targets or sequences over which the loss weights average, to weigh batches that were drawn separately.
         routes: [T, K], the experts that each token used when it was sampled, for the trainer to replay; see `data.expert_routes`. None

@@ -75,11 +75,9 @@ class Sieve:
     """Lets through the records that can be used, and counts the others.
 
     Attributes:
-        check: refuses a record that cannot be used.
         most_refused: number of records that may be refused; the next one is an error.
         limit: number of records after which a source need not look further; None for all.
         refused: the reason for each refused record.
-        num_passed: number of records that can be used.
     """
 
     check: Check
@@ -168,12 +166,7 @@ class Records:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Records in a `pyarrow.Table`.
-
-    Attributes:
-        name: of the table, for messages.
-        rows: indices of its usable rows.
-    """
+    """Records in a `pyarrow.Table`; `rows` are the indices of those that can be used."""
 
     table: Any
     name: str

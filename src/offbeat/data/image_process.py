@@ -30,7 +30,6 @@ class Made:
     Attributes:
         tokens: what stands in a prompt, with the image token at its placeholders.
         arrays: inputs of the model's tower by name.
-        grid: as of `StoredImage`.
     """
 
     tokens: list[int]

@@ -62,12 +62,7 @@ class ImageLimits:
 
 @dataclass(frozen=True)
 class ImageSource:
-    """An image that has not been read.
-
-    Attributes:
-        path: its file; empty where `data` is given.
-        data: the bytes of its file.
-    """
+    """An image that has not been read: the path of its file, or else the file's bytes."""
 
     path: str = ""
     data: bytes = b""

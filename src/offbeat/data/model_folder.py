@@ -145,7 +145,6 @@ def rope_limit(ropes: Mapping[str, Any] | None, *, context: int, original: int |
 
     Args:
         ropes: `rope_parameters` of a configuration, or `rope_scaling` of an older one; may hold one entry per kind of layer.
-        context: the configured context length.
         original: `original_max_position_embeddings` of the configuration, where it is not among the parameters.
     """
     limits = []

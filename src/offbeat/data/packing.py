@@ -60,7 +60,6 @@ class PackedRow:
     Attributes:
         tokens: [R] int32.
         positions: [R] int32, position of each token in its own sequence.
-        segments: who attends to whom.
         source: [M] int64, row index of the hidden state that predicts each target; repeats where several targets share it.
         target: [M] int64, id of the target's token.
         batch_index: [M] int64, ascending, indices of the targets in the batch.

@@ -47,7 +47,6 @@ class Preference:
         answers: the chosen one, then the rejected one; or a single answer.
         liked: whether each answer was chosen, or labelled as good.
         margin: by how much the chosen answer is better; 0 if the record does not say.
-        tools, images: as in `Row`.
     """
 
     prompt: Prompt
@@ -68,7 +67,6 @@ class EncodedPair:
 
     Attributes:
         sequences: each answer with the prompt before it: tokens [L] int32, and loss_mask [L] bool, True on the answer and its end token.
-        liked: as in `Preference`.
         prefix_len: number of leading tokens that all sequences share and that no mask covers; 0 of a single answer.
     """
 

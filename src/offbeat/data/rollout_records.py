@@ -43,12 +43,7 @@ def trained_columns(groups: Sequence[Group], batch: Batch) -> dict[tuple[int, in
 def keep(
     group: Group, row: Row, pieces: Pieces, *, step: int, columns: Mapping[int, Columns], why: str = "", drawn_again: bool = False,
 ) -> KeptGroup:
-    """Return the kept record of a group.
-
-    Args:
-        columns: columns of each trajectory that is trained on, by its position in the group.
-        why, drawn_again: of a group that is not trained on.
-    """
+    """Return the kept record of a group; `columns` are those of each trajectory that is trained on, by its position in the group."""
     return KeptGroup(
         prompt_id=group.prompt_id, admitted_version=group.admitted_version, rejected=group.rejected, prompt=_whole(row.prompt_text),
         answer=_whole(row.answer), why=why, drawn_again=drawn_again, step=step,

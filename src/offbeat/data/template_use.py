@@ -28,9 +28,7 @@ _THOUGHTS = "the thoughts of answers, which are written in <think> tags before t
 def unused_template(tokenizer: Tokenizer, prompt: Prompt, data: DataConfig, *, model: str) -> str:
     """Return advice if prompts are plain text although the model was taught chats; "" where they are chats, or for other models.
 
-    Args:
-        prompt: of the first row.
-        model: `model.path`; empty for the tiny model, which was taught nothing.
+    The prompt is the first row's, and `model` is `model.path`: empty for the tiny model, which was taught nothing.
     """
     if not model or data.wraps or not isinstance(prompt, str) or tokenizer.special_text_in(prompt):
         return ""

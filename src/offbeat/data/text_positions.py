@@ -44,12 +44,7 @@ class Place:
 
 @dataclass(frozen=True)
 class SoughtTexts:
-    """Which texts of a chat are looked for.
-
-    Attributes:
-        message: index of the only message whose texts are; None for all messages and tools.
-        reasoning: whether reasoning is, too.
-    """
+    """Texts of a chat that are looked for: of one message, or with None of all messages and tools; with or without reasoning."""
 
     message: int | None = None
     reasoning: bool = True

@@ -24,7 +24,6 @@ class JournalHead:
     """Where a process that draws data stood when its journal was begun.
 
     Attributes:
-        stream: its prompt stream.
         in_flight: ids of prompts drawn and neither trained on nor rejected, oldest first.
         num_flat_rejected: groups of equal rewards rejected for the batch that was being filled.
         num_tries: how often prompts in flight had failed, by id.

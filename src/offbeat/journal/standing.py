@@ -132,7 +132,6 @@ class JournalStanding:
     Attributes:
         base: step of the checkpoint that the records continue.
         returned: prompts that are to be drawn first, in this order.
-        running: prompts that are being answered.
         epoch, position: where the stream of prompts stands.
         curriculum: its results, without `results`.
         num_flat_rejected: groups of equal rewards rejected for the batch that is being filled.

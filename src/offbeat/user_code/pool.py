@@ -37,12 +37,10 @@ class CodeRole:
         title: name of a process in messages; "reward {}" makes "reward 0".
         target: "module:Class" of the handler; its first call is `load`, whose argument `handshake.enter` reads.
         log: name of a process's log file, such as "reward-{}.log".
-        load: argument of `load`.
         functions: names of the functions that are loaded; those given as objects are sent along.
         memory_bytes: memory limit of each process; 0 for none.
         allowed: environment variables that the processes see although they look like secrets.
         hides_secrets: whether other such variables are withheld.
-        variables: further environment variables.
         host: name or address that processes reach without a proxy, besides this machine's own.
         start_timeout_s: seconds to start a process, and to load.
         blocked_timeout_s: seconds for which user code may block the event loop of a process, which is then replaced; 0 for processes that
