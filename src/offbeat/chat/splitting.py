@@ -54,7 +54,6 @@ class Splitter:
         self._out: list[Piece] = []
 
     def feed(self, text: str) -> list[Piece]:
-        """Add text; returns the pieces that are certain now."""
         self._new.append(text)
         self._num_new += len(text)
         if self._end <= _SMALL or self._num_new * 4 >= self._end:
@@ -62,7 +61,6 @@ class Splitter:
         return self._take()
 
     def finish(self) -> list[Piece]:
-        """Return the rest of a whole answer."""
         self._work(final=True)
         return self._take()
 

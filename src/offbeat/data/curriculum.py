@@ -62,7 +62,6 @@ class Curriculum:
             self._left[index] = 0 < self._config.leave_at <= np.mean(rewards >= RIGHT)
 
     def state(self) -> CurriculumState:
-        """Return the results so far."""
         seen = np.flatnonzero(np.isfinite(self._means))
         means = dict(zip(seen.tolist(), self._means[seen].tolist(), strict=True))
         return CurriculumState(means, tuple(np.flatnonzero(self._left).tolist()))

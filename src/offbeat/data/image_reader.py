@@ -132,7 +132,6 @@ class ImageReader:
         return (whole, origin) if self._edges is None else self._edges.write(whole, origin)
 
     def close(self) -> None:
-        """End the image process."""
         child, self._child = self._child, None
         if child is not None:
             atexit.unregister(self.close)

@@ -57,7 +57,6 @@ class Preference:
     images: tuple[ImageSource, ...] = ()
 
     def row(self, answer: str = "") -> Row:
-        """Return the prompt with an answer as a row."""
         return Row(self.prompt, answer, tools=self.tools, images=self.images)
 
 

@@ -89,7 +89,6 @@ class KeptTrajectory:
 
     @property
     def num_generated(self) -> int:
-        """Number of tokens that the policy generated."""
         return sum(self.loss_mask)
 
     @property

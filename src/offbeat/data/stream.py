@@ -115,7 +115,6 @@ class PromptStream(Generic[R]):
         self._returned.append(prompt_id)
 
     def state(self) -> StreamState:
-        """Return the current position of the stream."""
         curriculum = None if self._curriculum is None else self._curriculum.state()
         return StreamState(self._epoch, self._position, tuple(self._returned), curriculum)
 

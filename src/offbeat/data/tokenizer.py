@@ -317,7 +317,6 @@ class Tokenizer:
         return render_marked(self.template(with_tools=bool(tools)), self._template_variables, self._with_parts(messages), tools)
 
     def _with_parts(self, messages: Messages) -> Messages:
-        """Return messages for the template, with a part for each image whose mark is in a text."""
         return messages if self.images is None else with_parts(messages)
 
     @property

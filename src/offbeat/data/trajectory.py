@@ -189,7 +189,6 @@ class Trajectory:
 
     @cached_property
     def num_generated(self) -> int:
-        """Number of tokens that the policy generated."""
         return int(np.count_nonzero(self.loss_mask))
 
     @property
