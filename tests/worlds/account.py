@@ -93,7 +93,10 @@ def _wrong_prompts_of(world: World, head: int, done: dict[str, Any], rows: list[
 
 
 def _drawn(world: World, head: int, rows: list[dict[str, Any]]) -> set[str]:
-    """Prompts of a process that are owed: without a journal, none that a killed life has drawn after the last step that it saved."""
+    """Prompts of a process that are owed: without a journal, none that a killed life has drawn after the last step that it saved.
+
+    Nor with one at a power cut, as the journal is synced every few seconds.
+    """
     owed: set[str] = set()
     trained: set[str] = set()
     new: set[str] = set()
@@ -104,7 +107,7 @@ def _drawn(world: World, head: int, rows: list[dict[str, Any]]) -> set[str]:
             trained = set(new)
         elif "saved" in row:
             owed |= trained
-        elif "killed" in row and not world.settings["checkpoint.journal"]:
+        elif row.get("killed") == "power_cut" or ("killed" in row and not world.settings["checkpoint.journal"]):
             new, trained = set(), set()
     return owed | new
 
