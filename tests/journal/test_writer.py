@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -187,6 +188,58 @@ def test_a_record_that_cannot_be_encoded_ends_recording_until_the_next_checkpoin
     writer.append(Text("c"))
     writer.close()
     assert read(tmp_path, base=5) == ["b", "c"] and read(tmp_path) == ["a"]
+
+
+class Held(Text):
+    """An entry that the writer's thread waits with."""
+
+    goes_on = threading.Event()
+
+    def to_bytes(self) -> bytes:
+        self.goes_on.wait(30)
+        return super().to_bytes()
+
+
+@pytest.mark.parametrize("by", ["before it is begun", "while it lasts"])
+def test_a_sync_that_nobody_waits_for_any_more_ends_nothing(by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    syncs, goes_on, sync = threading.Semaphore(0), threading.Event(), os.fdatasync
+
+    def slow_sync(file: int) -> None:
+        syncs.release()
+        goes_on.wait(30)
+        sync(file)
+
+    Held.goes_on.clear()
+    writer = JournalWriter(tmp_path, tell=print)
+    writer.begin_segment(0, texts("begun"))
+    if by == "before it is begun":
+        writer.append(Held("held"))
+        done = writer.synced()
+        assert done.cancel()
+        Held.goes_on.set()
+    else:
+        monkeypatch.setattr(os, "fdatasync", slow_sync)
+        done = writer.synced()
+        syncs.acquire(timeout=30)
+        done.cancel()
+        goes_on.set()
+    writer.append(Text("later"))
+    writer.close()
+    assert read(tmp_path)[-1] == "later"
+
+
+def test_a_defect_of_the_writer_is_told_and_ends_recording(tmp_path: Path) -> None:
+    told: list[str] = []
+    writer = JournalWriter(tmp_path, tell=told.append)
+    writer.begin_segment(0, texts("begun"))
+    writer.synced().result(30)
+    writer._jobs.put(partial(print))  # no job
+    wait_until(lambda: bool(told), timeout_s=30)
+    writer.begin_segment(1, texts("again"))
+    assert not writer.recording
+    assert told[0].startswith("the journal has ended, ") and told[0].endswith("; a restart goes on from what was recorded until now")
+    writer.close()
+    assert read(tmp_path) == ["begun"]
 
 
 def test_what_was_written_is_synced_within_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,7 @@ class JournalWriter:
         self._lock = threading.Lock()
         self._waiting_bytes = 0
         self._recording = False
+        self._broken = False
         self._trouble = ""
         self._gap = True
         self._closing = threading.Event()
@@ -121,7 +122,7 @@ class JournalWriter:
 
         Where too many entries wait already, nothing is recorded until the next checkpoint.
         """
-        self._recording = self._wait(*entries)
+        self._recording = not self._broken and self._wait(*entries)
         self._jobs.put(_Begin(base, tuple(entries)) if self._recording else _GAP)
 
     def _wait(self, *entries: Entry) -> bool:
@@ -150,6 +151,13 @@ class JournalWriter:
         self._thread.join(_CLOSE_S)
 
     def _work(self) -> None:
+        with Caught() as caught:
+            self._do_jobs()
+            return
+        self._broken, self._recording = True, False
+        self._tell(f"the journal has ended, {describe(caught.take())}; a restart goes on from what was recorded until now")
+
+    def _do_jobs(self) -> None:
         while (job := self._next()) is not None:
             match job:
                 case _Begin(base, entries):
@@ -160,8 +168,10 @@ class JournalWriter:
                 case _Drop(oldest):
                     self._attempt(partial(self._files.drop, oldest))
                 case _Sync(done):
+                    is_awaited = done.set_running_or_notify_cancel()  # from here on it cannot be cancelled
                     self._attempt(self._files.sync)
-                    done.set_result(None)
+                    if is_awaited:
+                        done.set_result(None)
                 case _Gap():
                     self._gap = True
                 case _:
