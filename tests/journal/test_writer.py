@@ -4,7 +4,6 @@ import os
 import threading
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -228,12 +227,13 @@ def test_a_sync_that_nobody_waits_for_any_more_ends_nothing(by: str, tmp_path: P
     assert read(tmp_path)[-1] == "later"
 
 
-def test_a_defect_of_the_writer_is_told_and_ends_recording(tmp_path: Path) -> None:
+def test_a_defect_of_the_writer_is_told_and_ends_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offbeat.journal.writer.first_needed", {}.__getitem__)
     told: list[str] = []
     writer = JournalWriter(tmp_path, tell=told.append)
     writer.begin_segment(0, texts("begun"))
     writer.synced().result(30)
-    writer._jobs.put(partial(print))  # no job
+    writer.drop(0)
     wait_until(lambda: bool(told), timeout_s=30)
     writer.begin_segment(1, texts("again"))
     assert not writer.recording
