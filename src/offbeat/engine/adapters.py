@@ -153,7 +153,7 @@ class EngineAdapters:
     # -- use ---------------------------------------------------------------------------------------------------------------------------
 
     def use(self, name: str) -> None:
-        """Mark an adapter as most recently used; "" is the base model. Raises UnknownAdapterError if it is not held, or is unloaded."""
+        """Mark an adapter as the latest used; "" is the base model. Raises UnknownAdapterError if it is not held, or is being unloaded."""
         if not name:
             return
         held = self._held.get(name)
