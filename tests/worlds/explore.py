@@ -17,6 +17,7 @@ from offbeat.controller import inputs, template_choice
 from offbeat.data.ends import find_ends
 from offbeat.data.tokenizer import character_tokenizer, load_tokenizer
 from offbeat.machine import torch_is_for_cpus
+from offbeat.process.serving import die_with_parent
 from offbeat.runs import assemble, devices  # noqa: F401
 from offbeat.runs.plan import versions
 from offbeat.workers import local  # noqa: F401
@@ -67,10 +68,12 @@ def live_world(world: World, folder: Path, *, prepare: Callable[[], None] = lamb
     inputs.load_tokenizer(config.model.path)
     life_of(world)
     number = 0
+    explorer = os.getpid()
     while number < MOST_LIVES:
         pid = os.fork()
         if pid == 0:
             try:
+                die_with_parent(explorer)
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 prepare()
                 live(life_of(world), world, config, folder, number)

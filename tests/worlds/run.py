@@ -126,7 +126,9 @@ def _lived(seeds: Sequence[int], folder: Path, processes: int, mutant: str = "",
     if processes == 1:
         yield from map(one, seeds)
         return
-    with multiprocessing.get_context("fork").Pool(processes) as pool:
+    # An error raised by a signal may be swallowed where it arrives, and the pool would wait for its process for ever.
+    end_at_once = partial(signal.signal, signal.SIGTERM, signal.SIG_DFL)
+    with multiprocessing.get_context("fork").Pool(processes, end_at_once) as pool:
         yield from pool.imap(one, seeds)
 
 
