@@ -30,11 +30,9 @@ Finish = Callable[[], Awaitable[Outcome]]
 
 @dataclass(frozen=True)
 class RestOfWrite:
-    """The second part of a write.
+    """The second part of a write; `keeps_state` says whether it makes the folder the model's saved state.
 
-    Attributes:
-        stack: exit stack to close afterwards, or if `finish` is never called.
-        keeps_state: whether it makes the folder the model's saved state.
+    `stack` is to be closed afterwards, or if `finish` is never called.
     """
 
     finish: Finish

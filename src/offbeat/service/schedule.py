@@ -35,12 +35,7 @@ _PASSES = (Lane.LEARN, Lane.SCORE)
 
 
 class Job(Generic[T]):
-    """Work of one model.
-
-    Attributes:
-        sizes: [N] int64, size of each sequence of a pass; one entry in other lanes.
-        done: number of sequences given out.
-    """
+    """Work of one model; `sizes` are [N] int64, of each sequence of a pass, or one entry; `done` are the sequences given out."""
 
     def __init__(self, model: str, owner: str, lane: Lane, item: T, *, sizes: np.ndarray | None = None) -> None:
         self.model = model

@@ -53,20 +53,7 @@ _SWEEP_EVERY_S = 10.0
 
 @dataclass(frozen=True)
 class ServiceSettings:
-    """Settings of the service.
-
-    Attributes:
-        max_tokens_per_pass: tokens of all tenants together in one forward or forward_backward pass.
-        session_timeout_s: after this long without a heartbeat, a session's models are saved and leave the trainers.
-        patience_s: longest wait of a request for one with a lower seq_id that has not arrived.
-        orphan_retention_s: time for which checkpoint folders that the database does not name are kept; 0 keeps them until someone deletes
-            them.
-        max_resident_models: number of models that the trainers hold at once; beyond that, the least recently used are parked.
-        session_retention_s: after this long without a heartbeat, a session to which nothing belongs is forgotten, and so is a run that
-            has ended and has no checkpoints.
-        parked_retention_s: after this long without a heartbeat of its session, a parked model ends, and its state is deleted.
-        sampler_timeout_s: a snapshot ends after this long without use; see `Samplers`.
-    """
+    """Settings of the service, as [serve] explains them; `patience_s` is its `gap_patience_s`."""
 
     max_tokens_per_pass: int = 65_536
     session_timeout_s: float = 600.0

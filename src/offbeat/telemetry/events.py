@@ -9,11 +9,7 @@ from offbeat.telemetry.jsonl import JsonLinesFile
 
 
 class EventLog:
-    """An append-only file. Nothing is ever removed, not even by a resumed run. Without a path, nothing is recorded.
-
-    Attributes:
-        listeners: called with the kind and the fields of every event.
-    """
+    """An append-only file, none without a path; resumed runs remove nothing. `listeners` get the kind and the fields of every event."""
 
     def __init__(self, path: Path | None) -> None:
         self.listeners: list[Callable[[str, dict[str, Any]], None]] = []

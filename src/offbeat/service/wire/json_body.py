@@ -113,11 +113,7 @@ def _value_at(place: str, data: bytes) -> str:
 
 
 def metadata_of(given: Metadata | None) -> dict[str, str]:
-    """Return a user's metadata as texts, its form in answers; other values become their JSON, e.g. {"lr": 0.1} is {"lr": "0.1"}.
-
-    Raises:
-        ValueError: it is too large, or not Unicode.
-    """
+    """Return a user's metadata as texts, e.g. {"lr": 0.1} as {"lr": "0.1"}; raises ValueError if it is too large, or not Unicode."""
     raw = {key: bytes(value) for key, value in (given or {}).items()}
     if sum(len(key) + len(value) for key, value in raw.items()) > _MAX_METADATA_BYTES:
         raise ValueError(f"user_metadata may have {_MAX_METADATA_BYTES} bytes in all; keep larger things elsewhere")

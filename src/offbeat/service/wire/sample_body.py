@@ -92,11 +92,7 @@ class SampleBody(Body):
     prompt_logprobs_last_n: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
     def request(self, limits: WireLimits) -> SampleRequest:
-        """Convert the body to a request.
-
-        Raises:
-            BadRequestError: the prompt is empty, too long or not text, or a field does not fit it.
-        """
+        """Convert the body; raises BadRequestError if the prompt is empty, too long or not text, or a field does not fit it."""
         prompt = self._prompt(limits)
         last_n, params = self.prompt_logprobs_last_n, self.sampling_params
         if last_n is not None and (not self.prompt_logprobs or last_n >= len(prompt)):
