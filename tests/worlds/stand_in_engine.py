@@ -371,6 +371,8 @@ class _Exchange:
         self.status = 0
 
     async def __aenter__(self) -> Self:
+        if self._loop is not None and self._loop.is_closed():  # that of rank 0, which has ended
+            raise aiohttp.ClientConnectionError("connection refused")
         carrying = self._network.carry(self._url, self._data, self._sent)
         if self._loop is not None and self._loop is not asyncio.get_running_loop():
             carrying = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._network.kept(carrying), self._loop))
