@@ -53,24 +53,29 @@ def values_of_data_set(name: str, table: Mapping[str, Any], run: Mapping[str, An
             raise ValueError(_unknown(name, key))
     own = {section: _table(name, section, table) for section in _TABLES}
     data = {key: value for key, value in table.items() if key not in _TABLES and key != "weight"}
-    rollout, agent = own["rollout"], own["agent"]
-    for given, other, nothing in (("reward", "rewards", {}), ("rewards", "reward", "")):
-        if rollout.get(given):
-            rollout.setdefault(other, nothing)
-    if rollout.get("workflow", run["rollout"]["workflow"]) != run["rollout"]["workflow"] or any(key in agent for key in _PLAYED):
-        own["agent"] = {key: () if key in ("command", "tools") else "" for key in _PLAYED} | {"options": ()} | agent
+    replace_played(own, run)
     shared = {key: run["data"][key] for key in _SHARED if key != "sets"}
     return {
-        **run, "data": {**shared, **data}, "rollout": {**run["rollout"], **rollout}, "agent": {**run["agent"], **own["agent"]},
+        **run, "data": {**shared, **data}, "rollout": {**run["rollout"], **own["rollout"]}, "agent": {**run["agent"], **own["agent"]},
         "curriculum": {}, "evaluate": {**run["evaluate"], "sets": {}, "keep_best": "", "stop_after_no_gain": 0}}
 
 
-def errors_in_data_set(name: str, exc: ValidationError) -> ValidationError:
-    """Return the errors of a set's configuration with the keys of its table."""
+def replace_played(own: dict[str, dict[str, Any]], run: Mapping[str, Any]) -> None:
+    """Empty the run's settings that contradict a set's, given by section: another reward, or another agent, tool or environment."""
+    rollout, agent, workflow = own["rollout"], own["agent"], run["rollout"]["workflow"]
+    for given, other, nothing in (("reward", "rewards", {}), ("rewards", "reward", "")):
+        if rollout.get(given):
+            rollout.setdefault(other, nothing)
+    if rollout.get("workflow", workflow) != workflow or any(key in agent for key in _PLAYED):
+        own["agent"] = {key: () if key in ("command", "tools") else "" for key in _PLAYED} | {"options": ()} | agent
+
+
+def errors_in_set(section: str, name: str, exc: ValidationError) -> ValidationError:
+    """Return the errors of a set's configuration with the keys of its table, such as [data.sets.sums]."""
     lines: list[Any] = []
     for error in exc.errors(include_url=False):
-        loc = error["loc"][1:] if error["loc"][:1] == ("data",) else error["loc"]
-        lines.append({**error, "loc": ("data", "sets", name, *loc)})
+        loc = error["loc"][1:] if error["loc"][:1] == (section,) else error["loc"]
+        lines.append({**error, "loc": (section, "sets", name, *loc)})
     return ValidationError.from_exception_data(exc.title, lines)
 
 

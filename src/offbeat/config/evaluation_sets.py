@@ -9,13 +9,10 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from pydantic import ValidationError
-
 from offbeat.config.agent import AgentConfig
-from offbeat.config.data_sets import setting_of_set
+from offbeat.config.data_sets import replace_played, setting_of_set
 from offbeat.config.evaluate import EvaluateConfig
 
-_PLAYED = ("program", "command", "environment", "tools")
 _TABLES: dict[str, tuple[str, ...]] = {
     "evaluate": ("every_steps", "num_prompts", "samples_per_prompt", "pass_at", "temperature", "timeout_s", "metric", "metric_timeout_s"),
     "data": (
@@ -53,19 +50,11 @@ def values_of_set(name: str, table: Mapping[str, Any], run: Mapping[str, Any]) -
         raise ValueError(
             f"evaluate.sets must have names of lower case letters, digits and '_', got {name!r}; metrics are named after them")
     own = _by_section(name, table)
-    _replace_what_excludes(own, run)
+    _replace_source(own)
+    replace_played(own, run)
     merged = {section: {**run[section], **own[section]} for section in _TABLES}
     # A curriculum is about drawing prompts to train on, and its requirements on [data] do not bind a set.
     return {**run, **merged, "curriculum": {}, "evaluate": {**merged["evaluate"], **_OF_RUN}}
-
-
-def errors_in_set(name: str, exc: ValidationError) -> ValidationError:
-    """Return the errors of a set's configuration with the keys of its table."""
-    lines: list[Any] = []
-    for error in exc.errors(include_url=False):
-        loc = error["loc"][1:] if error["loc"][:1] == ("evaluate",) else error["loc"]
-        lines.append({**error, "loc": ("evaluate", "sets", name, *loc)})
-    return ValidationError.from_exception_data(exc.title, lines)
 
 
 def check_best(config: EvaluateConfig, *, holds_out: bool) -> None:
@@ -136,21 +125,15 @@ def _unknown(path: str, key: str) -> str:
     return f"{path}.{key} is not a setting of an evaluation set; {advice}"
 
 
-def _replace_what_excludes(own: dict[str, dict[str, Any]], run: Mapping[str, Any]) -> None:
-    """Empty the run's settings that contradict a set's: another source of rows, or another agent, tool or environment."""
-    data, rollout, agent = own["data"], own["rollout"], own["agent"]
+def _replace_source(own: dict[str, dict[str, Any]]) -> None:
+    """Empty the run's settings that contradict another source of rows."""
+    data = own["data"]
     if "task" in data or "path" in data:
         own["data"] = {"task": "", "path": "", "task_options": (), "heldout_path": "", "heldout_split": "", "sets": {}, **data}
         if data.get("task"):
             own["data"] = {**dict.fromkeys(_OF_RECORDS, ""), **own["data"]}
     elif "split" in data:
         own["data"] = {"heldout_path": "", "heldout_split": "", **data}
-    for section, name, other, nothing in (
-        ("data", "prompt", "prompt_field", ""), ("data", "prompt_field", "prompt", ""), ("rollout", "reward", "rewards", {}),
-        ("rollout", "rewards", "reward", ""),
-    ):
-        if own[section].get(name):
-            own[section].setdefault(other, nothing)
-    other_workflow = "workflow" in rollout and rollout["workflow"] != run["rollout"]["workflow"]
-    if other_workflow or any(name in agent for name in _PLAYED):
-        own["agent"] = {name: () if name in ("command", "tools") else "" for name in _PLAYED} | {"options": ()} | agent
+    for name, other in (("prompt", "prompt_field"), ("prompt_field", "prompt")):
+        if own["data"].get(name):
+            own["data"].setdefault(other, "")

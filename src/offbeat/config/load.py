@@ -132,7 +132,7 @@ def load_config(path: str | None, overrides: Sequence[Override] = (), *, values:
     try:
         return Config.model_validate(_merge(_inherited(Config()), given))
     except ValidationError as exc:
-        raise ConfigError(_sentence(exc)) from exc
+        raise ConfigError(listed_errors([_explain(error) for error in exc.errors(include_url=False)])) from exc
 
 
 def listed_errors(sentences: Sequence[str]) -> str:
@@ -277,10 +277,6 @@ def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         below = merged.get(name)
         merged[name] = _merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
     return merged
-
-
-def _sentence(exc: ValidationError) -> str:
-    return listed_errors([_explain(error) for error in exc.errors(include_url=False)])
 
 
 def _number(bound: float) -> str:

@@ -21,7 +21,6 @@ REWARDS = {
 REWARD_MODEL = "model:"
 """Prefix of the name of a reward that is a model; the rest is its folder or hub id, such as "model:runs/judge/export"."""
 
-
 _EXCLUDE = "rollout.reward and rollout.rewards exclude each other, got {} and {}; put all of them into rollout.rewards"
 
 

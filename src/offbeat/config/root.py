@@ -1,37 +1,26 @@
 """The whole configuration, and the rules that span sections: of processes in `process_rules`, of algorithms in `algorithm_rules`."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, Self
 
 from pydantic import ValidationError, model_validator
 
+from offbeat.config import process_rules
 from offbeat.config.agent import PLAYS, AgentConfig
 from offbeat.config.algorithm_rules import check_algorithm
 from offbeat.config.base import field
 from offbeat.config.checkpoint import CheckpointConfig
 from offbeat.config.cluster import ClusterConfig
-from offbeat.config.data_sets import check_sets, errors_in_data_set, values_of_data_set
+from offbeat.config.data_sets import check_sets, errors_in_set, values_of_data_set
 from offbeat.config.dist import DistConfig
 from offbeat.config.evaluate import EvaluateConfig
-from offbeat.config.evaluation_sets import check_best, errors_in_set, values_of_set
+from offbeat.config.evaluation_sets import check_best, values_of_set
 from offbeat.config.for_processes import EngineConfig, LauncherConfig, PlanConfig, RankConfig
 from offbeat.config.inference import InferenceConfig
 from offbeat.config.learning import LearningConfig
-from offbeat.config.process_rules import (
-    check_adapter,
-    check_channel,
-    check_devices,
-    check_engines,
-    check_parallel,
-    check_quantization,
-    check_routes,
-    check_step,
-    check_turns,
-    check_who_loads,
-)
 from offbeat.config.rollout import RolloutConfig
 from offbeat.config.service import ServeConfig
 from offbeat.config.telemetry import TelemetryConfig
@@ -129,19 +118,19 @@ class Config(LearningConfig):
 
     @model_validator(mode="after")
     def _check_across_sections(self) -> Self:
-        check_engines(self.inference)
+        process_rules.check_engines(self.inference)
         if self.model.tiny.num_heads % self.model.tiny.num_kv_heads:
             raise ValueError(
                 f"model.tiny.num_kv_heads must divide num_heads = {self.model.tiny.num_heads}, got {self.model.tiny.num_kv_heads}")
-        check_quantization(self.inference, model=self.model)
-        check_routes(self.model, inference=self.inference, num_minibatches=self.algorithm.num_minibatches)
-        check_step(self.train, model=self.model)
-        check_channel(self.weights, model=self.model, inference=self.inference)
-        check_devices(self.cluster, inference=self.inference)
-        check_turns(self.cluster, rollout=self.rollout, inference=self.inference, weights=self.weights)
-        check_adapter(self.model, run=self.run, train=self.train, rollout=self.rollout, inference=self.inference)
-        check_parallel(self.train, run=self.run, rollout=self.rollout)
-        check_who_loads(self.rollout, run=self.run)
+        process_rules.check_quantization(self.inference, model=self.model)
+        process_rules.check_routes(self.model, inference=self.inference, num_minibatches=self.algorithm.num_minibatches)
+        process_rules.check_step(self.train, model=self.model)
+        process_rules.check_channel(self.weights, model=self.model, inference=self.inference)
+        process_rules.check_devices(self.cluster, inference=self.inference)
+        process_rules.check_turns(self.cluster, rollout=self.rollout, inference=self.inference, weights=self.weights)
+        process_rules.check_adapter(self.model, run=self.run, train=self.train, rollout=self.rollout, inference=self.inference)
+        process_rules.check_parallel(self.train, run=self.run, rollout=self.rollout)
+        process_rules.check_who_loads(self.rollout, run=self.run)
         self._check_rollouts()
         self.agent.check(workflow=self.rollout.workflow, episode_timeout_s=self.rollout.episode_timeout_s)
         self._check_groups()
@@ -152,16 +141,12 @@ class Config(LearningConfig):
             raise ValueError(f"data.task and data.path exclude each other, got {self.data.task!r} and {self.data.path!r}; give one")
         if self.data.sets:
             check_sets(self.data)
-        for name in self.data.sets:
-            try:
-                self.data_set(name)
-            except ValidationError as exc:
-                raise errors_in_data_set(name, exc) from exc
-        for name in self.evaluate.sets:
-            try:
-                self.evaluation_set(name)
-            except ValidationError as exc:
-                raise errors_in_set(name, exc) from exc
+        for section, sets, check in (("data", self.data.sets, self.data_set), ("evaluate", self.evaluate.sets, self.evaluation_set)):
+            for name in sets:
+                try:
+                    check(name)
+                except ValidationError as exc:
+                    raise errors_in_set(section, name, exc) from exc
         check_best(self.evaluate, holds_out=self.data.heldout_size != 0)
         return self
 
@@ -209,11 +194,6 @@ class Config(LearningConfig):
                 " token of which is allowed inference.token_timeout_s")
 
 
-def _training_kinds() -> Iterator[TrainingKind]:
-    for info in Config.model_fields.values():
-        if (kind := getattr(info.annotation, "training", None)) is not None:
-            yield kind
-
-
-TRAINING_KINDS: Mapping[str, TrainingKind] = MappingProxyType({kind.command: kind for kind in _training_kinds()})
+TRAINING_KINDS: Mapping[str, TrainingKind] = MappingProxyType({
+    kind.command: kind for info in Config.model_fields.values() if (kind := getattr(info.annotation, "training", None)) is not None})
 """All kinds of training by their commands: "train", which is reinforcement learning, "sft", "dpo" and "reward-model"."""
