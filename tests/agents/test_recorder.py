@@ -352,7 +352,7 @@ def test_a_request_past_a_limit_is_refused():
 def test_sampling_is_the_runs_but_for_its_ends():
     turn = recorder(sampling=replace(SAMPLING, stop=("a",), temperature=0.7)).open(ChatRequest(
         (HELLO,), temperature=0.0, top_p=0.5, top_k=1, seed=3, max_new_tokens=5, stop=("b", "<|im_start|>", "a")))
-    start = words(CHATML).special_id("<|im_start|>")
+    start = words(CHATML).special_tokens.get("<|im_start|>")
     assert turn.sampling == Sampling(5, temperature=0.7, stop=("a", "b"), stop_token_ids=(start,))
 
 

@@ -48,7 +48,7 @@ def test_a_stop_string_among_the_least_number_of_tokens_stays_in_the_text(min_to
 
 def test_special_tokens_among_the_stops_are_given_as_tokens() -> None:
     chat = ANSWERING.prepare_chat(ChatRequest(USER, stop=("b", "<|im_start|>")), Completions())
-    assert chat.stop == chat.stops == ("b",) and chat.stop_token_ids == (ANSWERING.renderer.tokenizer.special_id("<|im_start|>"),)
+    assert chat.stop == chat.stops == ("b",) and chat.stop_token_ids == (ANSWERING.renderer.tokenizer.special_tokens.get("<|im_start|>"),)
     assert ANSWERING.reply(chat, sample("a<|im_start|>")).message.content == "a"
 
 

@@ -13,12 +13,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from offbeat.chat.answering import Answering, Chat, check_structure, split_stops
+from offbeat.chat.answering import Answering, Chat, check_structure
 from offbeat.chat.image_parts import without_images
-from offbeat.chat.messages import ChatRequest, Message, Reply, Tool
+from offbeat.chat.messages import ChatRequest, Message, Reply
 from offbeat.chat.parsing import AnswerParser
 from offbeat.chat.rendering import Renderer
 from offbeat.chat.size import check_chat_size
+from offbeat.data.ends import split_stops
 from offbeat.data.trajectory import Trajectory
 from offbeat.errors import RefusedError
 from offbeat.inference.sampling import Sample, Sampling
@@ -188,8 +189,8 @@ class Recorder:
         """Begin to answer a request; raises RefusedError if the prompt leaves no room for an answer."""
         found, parent, given = rendered.found, rendered.parent, rendered.given
         request, opening = found.request, found.opening
-        before = () if parent is None else _tokens(parent.path)
-        prompt = (*before, *given)
+        path = () if parent is None else parent.path
+        prompt = (*(token for node in path for part in (node.given, node.sample.token_ids) for token in part), *given)
         sampling, state = self._sampling_of(request, self._limits.max_tokens - len(prompt)), _observation(request.messages)
         if any(message.images for message in request.messages):  # kept for as long as the episode, and read already
             request = replace(request, messages=tuple(without_images(message) for message in request.messages))
@@ -258,7 +259,7 @@ class Recorder:
 
         Returns the answer, None if there is none; the number of messages up to it; and the digest of the request's history.
         """
-        history = _tools_digest(request.tools)
+        history = _hash(b"", [[tool.name, tool.description, dict(tool.parameters)] for tool in request.tools])
         best, num_known = None, 0
         for num, message in enumerate(request.messages, 1):
             history = _digest(history, message)
@@ -307,10 +308,6 @@ def _say_structured() -> None:
         " and the trainer does not normalise over the same tokens, but over all (`offbeat docs numerics`)")
 
 
-def _tokens(path: Iterable[Node]) -> tuple[int, ...]:
-    return tuple(token for node in path for part in (node.given, node.sample.token_ids) for token in part)
-
-
 def _distinct(values: Iterable) -> tuple:
     return tuple(dict.fromkeys(values))
 
@@ -319,10 +316,6 @@ def _observation(messages: Sequence[Message]) -> str:
     """Return the messages since the assistant's last one, as a text for `Node.state`."""
     last = max((i for i, message in enumerate(messages) if message.role == "assistant"), default=-1)
     return json.dumps([(message.role, message.content, *_digests(message)) for message in messages[last + 1 :]])
-
-
-def _tools_digest(tools: Sequence[Tool]) -> bytes:
-    return _hash(b"", [[tool.name, tool.description, dict(tool.parameters)] for tool in tools])
 
 
 def _digest(history: bytes, message: Message) -> bytes:

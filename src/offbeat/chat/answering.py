@@ -17,6 +17,7 @@ from offbeat.chat.parsing import AnswerParser, AnswerReader, message_of
 from offbeat.chat.rendering import Renderer
 from offbeat.chat.shaping import Structure
 from offbeat.chat.strict import call_structure
+from offbeat.data.ends import split_stops
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import RefusedError
 
@@ -213,16 +214,6 @@ def answer_of(
     return ChatAnswer(
         uuid.uuid4().hex, int(time.time()), model, tuple(replies), len(prompt),
         prompt_ids=tuple(prompt) if request.return_token_ids else (), num_cached_tokens=num_cached_tokens)
-
-
-def split_stops(stop: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Split `stop` into strings and ids of special tokens, which decoded text does not hold.
-
-    ["END", "<|im_end|>"], for example, gives ("END",) and the id of the second.
-    """
-    special = {text: tokenizer.special_id(text) for text in stop}
-    return (
-        tuple(text for text, token in special.items() if token is None), tuple(token for token in special.values() if token is not None))
 
 
 def token_logprobs(sample: ChatSample, tokenizer: Tokenizer) -> tuple[TokenLogprob, ...]:

@@ -23,6 +23,16 @@ class Ends:
     strings: tuple[str, ...] = ()
 
 
+def split_stops(stop: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Split `stop` into strings and ids of special tokens, which decoded text does not hold.
+
+    ["END", "<|im_end|>"], for example, gives ("END",) and the id of the second.
+    """
+    special = {text: tokenizer.special_tokens.get(text) for text in stop}
+    return (
+        tuple(text for text, token in special.items() if token is None), tuple(token for token in special.values() if token is not None))
+
+
 def find_ends(
     tokenizer: Tokenizer, *, model_end_ids: Sequence[int] = (), stop: Sequence[str] = (), stop_token_ids: Sequence[int] = (),
 ) -> Ends:
@@ -39,16 +49,14 @@ def find_ends(
         if not 0 <= token < tokenizer.vocab_size:
             raise ConfigError(
                 f"rollout.stop_token_ids must hold tokens of {tokenizer.name!r}, 0 to {tokenizer.vocab_size - 1}, got {token}")
-    special = {text: tokenizer.special_id(text) for text in stop}
-    for text in stop:
-        if special[text] is None and (inner := tokenizer.special_text_in(text)):
+    strings, special = split_stops(stop, tokenizer)
+    for text in strings:
+        if inner := tokenizer.special_text_in(text):
             raise ConfigError(
                 f"rollout.stop holds {text!r}, which can never match: {inner!r} is a special token of {tokenizer.name!r}, and decoded text"
                 f" has none; give {inner!r} by itself")
     turn = () if tokenizer.end_of_turn_id is None else (tokenizer.end_of_turn_id,)
-    resolved = [token for token in special.values() if token is not None]
-    ids = tuple(dict.fromkeys([tokenizer.eos_token_id, *model_end_ids, *turn, *stop_token_ids, *resolved]))
-    strings = tuple(text for text in stop if special[text] is None)
+    ids = tuple(dict.fromkeys([tokenizer.eos_token_id, *model_end_ids, *turn, *stop_token_ids, *special]))
     for name, found in (("tokens", ids), ("strings", strings)):
         if len(found) > MAX_ENDS:
             raise ConfigError(

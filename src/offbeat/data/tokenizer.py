@@ -212,10 +212,6 @@ class Tokenizer:
         added = sorted(map(str, self.hf.added_tokens_decoder.values()), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, added)) or r"(?!)")
 
-    def special_id(self, text: str) -> int | None:
-        """Return the id of the special token with this text; None if there is none."""
-        return self.special_tokens.get(text)
-
     def special_text_in(self, text: str) -> str:
         """Return a special token that `text` contains; empty if it contains none."""
         return next((token for token in self.special_tokens if token in text), "")
@@ -285,7 +281,8 @@ class Tokenizer:
 
     def form(self, *, with_tools: bool = False) -> Form:
         """Return the form of chats for the template, with or without tools; raises ModelError if there is no chat template."""
-        return form_of(self.template(with_tools=with_tools), *self._template_names, with_tools)
+        special, own = json.dumps(self.hf.special_tokens_map, default=str), json.dumps(dict(self.template_kwargs), default=str)
+        return form_of(self.template(with_tools=with_tools), special, own, with_tools)
 
     def template(self, *, with_tools: bool = False) -> str:
         """Return the chat template that is used with or without tools; raises ModelError if there is none."""
@@ -322,11 +319,6 @@ class Tokenizer:
     @property
     def _template_variables(self) -> dict[str, Any]:
         return {**self.hf.special_tokens_map, **self.template_kwargs}
-
-    @property
-    def _template_names(self) -> tuple[str, str]:
-        """Variables of the template as text, the key by which its form is remembered."""
-        return json.dumps(self.hf.special_tokens_map, default=str), json.dumps(dict(self.template_kwargs), default=str)
 
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json, tokenizer_config.json and the chat template into `folder`."""

@@ -50,6 +50,6 @@ class RewardModelWorker(WorkerService):
         return ScoredTexts(tuple(rewards), tuple(failures))
 
     def _id(self, token: str) -> int:
-        found = self._folder.tokenizer.special_id(token)
+        found = self._folder.tokenizer.special_tokens.get(token)
         assert found is not None, f"{token} is a special token"
         return found

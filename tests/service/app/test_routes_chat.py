@@ -180,7 +180,7 @@ def test_settings_reach_the_engines_as_those_of_asample_do(tmp_path: Path) -> No
             "/v1/chat/completions", n=2, max_tokens=7, temperature=0.5, top_p=0.9, top_k=3, seed=5, stop=["x", "<|im_start|>"],
             logprobs=True, return_token_ids=True, ignore_eos=True, presence_penalty=0.5)
         ((adapter, prompt, sampling, n),) = world.engines.asked
-        start = world.engines.tokenizer.special_id("<|im_start|>")
+        start = world.engines.tokenizer.special_tokens.get("<|im_start|>")
         assert (adapter, n, answer.json["prompt_token_ids"]) == ("", 2, list(prompt))
         assert sampling == EngineSampling(
             7, temperature=0.5, top_p=0.9, top_k=3, stop=("x",), seed=5, stop_token_ids=(start,), ignore_eos=True, scaled_logprobs=True,
