@@ -19,10 +19,10 @@ from offbeat.chat.dialects import (
     tool_of,
     tools_wanted,
 )
-from offbeat.chat.image_parts import ImageRules, is_image, join_parts
+from offbeat.chat.image_parts import ImageRules, join_parts
 from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Piece, Reply, Said, SaidKind, TokenLogprob, Tool, ToolCall
 from offbeat.chat.shaping import ShapingFields, Structure, structure_of
-from offbeat.data.image_sources import ImageSource
+from offbeat.data.image_sources import PART_KINDS, ImageSource
 from offbeat.errors import RefusedError
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "pause_turn"}
@@ -180,14 +180,14 @@ def _text_of(content: _Content, where: str) -> str:
 
 def _text_of_block(block: _Block, where: str, *, why: str) -> str:
     if block.type != "text":
-        why = why if is_image(block.type) else "models here read text alone"
+        why = why if block.type in PART_KINDS else "models here read text alone"
         raise RefusedError(f"{where} has a block of type {block.type!r}, and {why}; leave it out")
     return block.text or ""
 
 
 def _part_of(block: _Block, where: str, rules: ImageRules) -> str | ImageSource:
     """Return the text of a block, or its image."""
-    if not is_image(block.type) or not rules.taken:
+    if block.type not in PART_KINDS or not rules.taken:
         return _text_of_block(block, where, why="models here read text alone")
     source, where = block.source or {}, f"{where}, a block of type {block.type!r},"
     if source.get("type") == "base64":

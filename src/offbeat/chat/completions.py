@@ -112,7 +112,7 @@ class Completions(ChatDialect):
 
     def whole(self, request: ChatRequest, answer: ChatAnswer) -> bytes:  # noqa: ARG002
         choices = [
-            {"index": index, "message": message_of(reply.message), "finish_reason": reply.finish, "logprobs": _logprobs(reply),
+            {"index": index, "message": message_of(reply.message), "finish_reason": reply.finish, "logprobs": _logprobs(reply.logprobs),
              **_ids(reply)}
             for index, reply in enumerate(answer.replies)
         ]
@@ -121,9 +121,6 @@ class Completions(ChatDialect):
 
     def stream(self, request: ChatRequest, begun: ChatAnswer) -> AnswerStream:
         return _CompletionsStream(request, begun)
-
-    def error(self, message: str, *, status: int, param: str = "") -> bytes:
-        return msgspec.json.encode(openai_error(message, status=status, param=param))
 
     def stream_error(self, message: str, *, status: int) -> bytes:
         return data(openai_error(message, status=status))
@@ -197,15 +194,13 @@ class _CompletionsStream:
         yield {"tool_calls": [{"index": at, "function": {"arguments": piece.arguments}}]}
 
     def _chunk(self, index: int, delta: dict[str, Any], *, finish_reason: str | None = None, **more: Any) -> bytes:
-        logprobs = {"content": list(map(told_logprob, waiting))} if (waiting := self._logprobs.pop(index, [])) else None
+        logprobs = _logprobs(self._logprobs.pop(index, []))
         choice = {"index": index, "delta": delta, "finish_reason": finish_reason, "logprobs": logprobs, **more}
         return data({**self._head, "choices": [choice]})
 
 
-def _logprobs(reply: Reply) -> dict[str, Any] | None:
-    if not reply.logprobs:
-        return None
-    return {"content": [told_logprob(token) for token in reply.logprobs]}
+def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    return {"content": list(map(told_logprob, tokens))} if tokens else None
 
 
 def told_logprob(token: TokenLogprob) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from offbeat.chat.fields import Api, Surface, check_fields
-from offbeat.chat.image_parts import ImageRules, Shown, check_detail, is_image, join_parts
-from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Piece, Reply, Said, TokenLogprob, Tool, ToolCall
+from offbeat.chat.image_parts import ImageRules, Shown, check_detail, join_parts
+from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Piece, Reply, TokenLogprob, Tool, ToolCall, pieces_of
 from offbeat.chat.shaping import ShapingFields, Structure
-from offbeat.data.image_sources import ImageSource
+from offbeat.data.image_sources import PART_KINDS, ImageSource
 from offbeat.errors import RefusedError, first_line
 
 T = TypeVar("T")
@@ -64,11 +64,17 @@ class ChatDialect(Protocol):
 
     def events(self, request: ChatRequest, answer: ChatAnswer) -> Iterator[bytes]:
         """Write a whole answer as a stream of server-sent events."""
-        return write_whole(self.stream(request, answer), answer)
+        stream = self.stream(request, answer)
+        yield stream.begin()
+        for index, reply in enumerate(answer.replies):
+            message = reply.message
+            yield stream.pieces(index, pieces_of(message.reasoning, message.content, message.calls), reply.logprobs)
+            yield stream.close(index, reply)
+        yield stream.end(answer)
 
     def error(self, message: str, *, status: int, param: str = "") -> bytes:
-        """Write the body of an error; `param` is the field that is wrong, such as "tool_choice", or empty."""
-        ...
+        """Write the body of an error, by default in OpenAI's form; `param` is the field that is wrong, such as "tool_choice", or empty."""
+        return msgspec.json.encode(openai_error(message, status=status, param=param))
 
     def stream_error(self, message: str, *, status: int) -> bytes:
         """Write the event that ends a stream with an error, where nothing of the answer was sent before."""
@@ -100,17 +106,6 @@ class AnswerStream(Protocol):
     def error(self, message: str, *, status: int) -> bytes:
         """Write the event that ends the stream with an error."""
         ...
-
-
-def write_whole(stream: AnswerStream, answer: ChatAnswer) -> Iterator[bytes]:
-    """Write a whole answer as a stream of server-sent events."""
-    yield stream.begin()
-    for index, reply in enumerate(answer.replies):
-        message = reply.message
-        said = [Said("reasoning", message.reasoning), Said("content", message.content)]
-        yield stream.pieces(index, [*(piece for piece in said if piece.text), *message.calls], reply.logprobs)
-        yield stream.close(index, reply)
-    yield stream.end(answer)
 
 
 class Wishes(ShapingFields, kw_only=True):
@@ -214,7 +209,7 @@ def content_of(content: str | Sequence[ContentPart] | None, where: str, rules: I
         return Shown(content or "")
     parts: list[str | ImageSource] = []
     for at, part in enumerate(content):
-        if not is_image(part.type) or not rules.taken:
+        if part.type not in PART_KINDS or not rules.taken:
             parts.append(_text_of_part(part, where, why="models here read text alone"))
             continue
         address, detail = part.image_url, part.detail
@@ -227,7 +222,7 @@ def content_of(content: str | Sequence[ContentPart] | None, where: str, rules: I
 
 def _text_of_part(part: ContentPart, where: str, *, why: str) -> str:
     if part.type not in _TEXT_PARTS:
-        why = why if is_image(part.type) else "models here read text alone"
+        why = why if part.type in PART_KINDS else "models here read text alone"
         raise RefusedError(f"{where} has a part of type {part.type!r}, and {why}; leave it out")
     return part.text or part.refusal or ""
 
@@ -251,24 +246,22 @@ def tool_of(name: str, description: str | None, parameters: Mapping[str, Any] | 
     return Tool(name, description or "", parameters or _NO_PARAMETERS, strict=bool(strict))
 
 
-def check_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:
-    """Refuse two tools of one name: their calls would be ambiguous."""
-    seen: set[str] = set()
-    for tool in tools:
-        if tool.name in seen:
-            raise RefusedError(f"tools has {tool.name!r} twice; give each tool a name of its own")
-        seen.add(tool.name)
-    return tuple(tools)
-
-
 def tools_wanted(given: Iterable[Tool], choice: tuple[str, str]) -> dict[str, Any]:
     """Return tools and choice as fields of a `ChatRequest`.
 
     The choice is "auto", "none" or "required", and the tool that the client names, such as ("required", "add"); else "". Raises
     RefusedError if two tools have one name, or no answer could satisfy the choice.
     """
-    tools, (how, name) = check_tools(list(given)), choice
-    _check_choice(how, name, tools)
+    tools, (how, name) = tuple(given), choice
+    names = [tool.name for tool in tools]
+    if twice := next((each for at, each in enumerate(names) if each in names[:at]), ""):
+        raise RefusedError(f"tools has {twice!r} twice; give each tool a name of its own")
+    if how not in ("auto", "none", "required"):
+        raise RefusedError(f"tool_choice must be 'auto', 'none', 'required' or name one tool, got {how!r}")
+    if how == "required" and not tools:
+        raise RefusedError("tool_choice requires a call, but tools is empty; give the tools, or leave tool_choice out")
+    if name and name not in names:
+        raise RefusedError(f"tool_choice names {name!r}, which is not among tools: {', '.join(names)}")
     return {"tools": tools, "tool_choice": how, "tool_name": name}
 
 
@@ -280,16 +273,6 @@ def choice_of(got: str | dict[str, Any] | None, *, below: str = "") -> tuple[str
     if got.get("type") == "function" and isinstance(function, dict) and isinstance(function.get("name"), str):
         return "required", function["name"]
     raise RefusedError(f"tool_choice must be 'auto', 'none', 'required' or name one function, got type {got.get('type')!r}")
-
-
-def _check_choice(choice: str, name: str, tools: Sequence[Tool]) -> None:
-    """Refuse a `tool_choice` that no answer could satisfy."""
-    if choice not in ("auto", "none", "required"):
-        raise RefusedError(f"tool_choice must be 'auto', 'none', 'required' or name one tool, got {choice!r}")
-    if choice == "required" and not tools:
-        raise RefusedError("tool_choice requires a call, but tools is empty; give the tools, or leave tool_choice out")
-    if name and name not in {tool.name for tool in tools}:
-        raise RefusedError(f"tool_choice names {name!r}, which is not among tools: {', '.join(tool.name for tool in tools)}")
 
 
 def named(messages: Sequence[Message]) -> tuple[Message, ...]:

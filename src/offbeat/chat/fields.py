@@ -5,7 +5,7 @@ dropped in silence. docs/api-fields.md is written from the table (`tools/api_fie
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from offbeat.errors import RefusedError
@@ -61,7 +61,7 @@ def refused(*names: str, neutral: tuple[Any, ...] = (), note: str = "") -> list[
 
 def without_proxy(fields: list[Field]) -> list[Field]:
     """Return the fields of an API that the proxy does not have."""
-    return [Field(name=f.name, engine=f.engine, proxy="", service=f.service, neutral=f.neutral, note=f.note) for f in fields]
+    return [replace(field, proxy="") for field in fields]
 
 
 _DRAW = "changes how tokens are drawn"

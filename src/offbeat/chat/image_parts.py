@@ -13,8 +13,8 @@ from typing import Any
 
 from offbeat.chat.messages import Message
 from offbeat.data.image_placeholders import with_parts
-from offbeat.data.image_sources import MARK, PART_KINDS, ImageSource, image_of
-from offbeat.data.row import Row
+from offbeat.data.image_sources import MARK, ImageSource, image_of
+from offbeat.data.row import Row, chat_of
 from offbeat.errors import DataError, RefusedError, shorten
 
 _ADDRESS = re.compile(r"(?!file:)[a-zA-Z][\w+.-]*://")
@@ -80,11 +80,6 @@ def join_parts(parts: Sequence[str | ImageSource], where: str) -> Shown:
     return Shown(text, images)
 
 
-def is_image(kind: str) -> bool:
-    """Whether a part or a block of this type is an image."""
-    return kind in PART_KINDS
-
-
 def check_detail(detail: object, where: str) -> None:
     """Refuse a wish for a smaller image."""
     if detail not in _DETAILS:
@@ -95,9 +90,8 @@ def check_detail(detail: object, where: str) -> None:
 
 def messages_of(row: Row) -> list[Message]:
     """Return the prompt of a row of text and images as messages of roles and contents."""
-    given: Sequence[dict[str, Any]] = ({"role": "user", "content": row.prompt},) if isinstance(row.prompt, str) else row.prompt
     messages, rest = [], list(row.images)
-    for each in given:
+    for each in chat_of(row.prompt):
         count = str(each["content"]).count(MARK) if row.images else 0
         messages.append(Message(each["role"], each["content"], images=tuple(rest[:count])))
         rest = rest[count:]
@@ -106,8 +100,7 @@ def messages_of(row: Row) -> list[Message]:
 
 def messages_to_send(row: Row) -> list[dict[str, Any]]:
     """Return the prompt of a row as messages for chat completions, with its images as data URIs; raises DataError if one cannot be read."""
-    given = ({"role": "user", "content": row.prompt},) if isinstance(row.prompt, str) else row.prompt
-    images = iter(row.images)
+    given, images = chat_of(row.prompt), iter(row.images)
 
     def sent(part: dict[str, Any]) -> dict[str, Any]:
         if part["type"] != "image":

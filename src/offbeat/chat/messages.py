@@ -1,6 +1,6 @@
 """Canonical messages, which all dialects read and write. Frozen; no I/O."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -117,6 +117,12 @@ class Said(NamedTuple):
 
 Piece = Said | ToolCall
 """A part of an answer that is sent while the rest is still generated."""
+
+
+def pieces_of(reasoning: str, content: str, calls: Sequence[ToolCall]) -> list[Piece]:
+    """Return a whole answer in pieces, without texts that are empty."""
+    said = [Said("reasoning", reasoning), Said("content", content)]
+    return [*(piece for piece in said if piece.text), *calls]
 
 
 class TokenLogprob(NamedTuple):

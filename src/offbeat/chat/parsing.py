@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
-from offbeat.chat.messages import Message, Piece, Said, Tool, ToolCall
+from offbeat.chat.messages import Message, Piece, Said, Tool, ToolCall, pieces_of
 from offbeat.chat.reading import read_response
 from offbeat.chat.rendering import Renderer, tool_json
 from offbeat.chat.splitting import ChannelSplitter, TagSplitter
@@ -105,12 +105,12 @@ class _OwnReader:
             calls = _calls(read.get("tool_calls") or [], self._call_ids) if self._tools else ()
         except _UNREADABLE as exc:
             self.malformed = first_line(exc)
-            return _pieces("", text, ())
+            return pieces_of("", text, ())
         reasoning = next((str(read[field]) for field in _REASONING if read.get(field)), "")
         content = str(read.get("content") or "").strip()
         if not (calls or content or reasoning) or (read.get("tool_calls") and not calls):
             content = text  # it did not keep to the template at all, or calls tools that it was not given
-        return _pieces(reasoning, content, calls)
+        return pieces_of(reasoning, content, calls)
 
 
 def message_of(pieces: Iterable[Piece]) -> Message:
@@ -123,11 +123,6 @@ def message_of(pieces: Iterable[Piece]) -> Message:
         else:
             calls.append(piece)
     return Message("assistant", "".join(said["content"]), tuple(calls), reasoning="".join(said["reasoning"]))
-
-
-def _pieces(reasoning: str, content: str, calls: Sequence[ToolCall]) -> list[Piece]:
-    said = [Said("reasoning", reasoning), Said("content", content)]
-    return [*(piece for piece in said if piece.text), *calls]
 
 
 def _read_calls(

@@ -11,6 +11,7 @@ from typing import Any
 
 from offbeat.chat.formats import FORMATS, HERMES, ToolFormat, recognise
 from offbeat.chat.messages import Message, Tool, ToolCall
+from offbeat.data.text_positions import without_shared
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import DataError, ModelError, RefusedError
 
@@ -25,7 +26,7 @@ class Renderer:
     Attributes:
         format: the model's expected format of calls; None if only its tokenizer's response template shows it.
         response_template: the tokenizer's own template to read answers (see `transformers.utils.chat_parsing`); None if it has none.
-        writes_tools: whether the template writes tools, calls and results itself.
+        writes_tools: whether the template writes tools, calls and results itself, in a format that can be read.
         generation_prompt: the text that precedes an answer, e.g. "<|im_start|>assistant" and a line end.
         end_of_turn: the token that the template writes after an answer, [1] token ids; empty if that is no special token.
     """
@@ -45,9 +46,10 @@ class Renderer:
         self.response_template: dict[str, Any] | None = getattr(tokenizer.hf, "response_template", None)
         self._cache: dict[bytes, str] = {}
         plain = self._prompt_text([_USER], to_answer=False)
-        self.generation_prompt = _rest(self._prompt_text([_USER], to_answer=True), plain)
+        self.generation_prompt = without_shared(self._prompt_text([_USER], to_answer=True), plain)
         self.format = self._format(tool_format)
-        self.writes_tools = self._can_write_tools()
+        readable = self.format is not None or self.response_template is not None
+        self.writes_tools = readable and tokenizer.form(with_tools=True).writes_calls
         if not self.writes_tools:
             if tool_format not in ("", HERMES.name):
                 raise ModelError(
@@ -112,7 +114,8 @@ class Renderer:
         images, reader = [image for message in messages for image in message.images], self.tokenizer.images
         if reader is None:
             if images:
-                raise RefusedError(f"the chat has {_counted(images)}, and this model reads text alone here; send text")
+                counted = "an image" if len(images) == 1 else f"{len(images)} images"
+                raise RefusedError(f"the chat has {counted}, and this model reads text alone here; send text")
             return ids
         try:
             return reader.expand(ids, images, where="the chat")[0].tolist()
@@ -158,10 +161,6 @@ class Renderer:
             raise ModelError(f"the tool format {name!r} is unknown; use one of {', '.join(sorted(known))}, or leave it empty")
         return known[name]
 
-    def _can_write_tools(self) -> bool:
-        """Whether the template writes tools, calls and results, in a format that can be read."""
-        return (self.format is not None or self.response_template is not None) and self.tokenizer.form(with_tools=True).writes_calls
-
     # -- text --------------------------------------------------------------------------------------------------------------------------
 
     def _before(self, tools: Sequence[Tool]) -> str:
@@ -199,10 +198,6 @@ class Renderer:
         return re.sub(r"[^a-zA-Z0-9]", "", call_id)[-size:].rjust(size, "0") if size else call_id
 
 
-def _counted(images: Sequence[object]) -> str:
-    return "an image" if len(images) == 1 else f"{len(images)} images"
-
-
 def tool_json(tool: Tool) -> dict[str, Any]:
     """Describe a tool as templates expect it."""
     return {"type": "function", "function": {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}}
@@ -217,9 +212,3 @@ def arguments_of(call: ToolCall) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise RefusedError(f"the arguments of the call {call.id!r} of {call.name!r} must be a JSON object, got {call.arguments[:80]!r}")
     return arguments
-
-
-def _rest(text: str, before: str) -> str:
-    """Return `text` without the beginning that it shares with `before`, such as "c" of "abc" and "ab"."""
-    same = next((i for i, (a, b) in enumerate(zip(text, before, strict=False)) if a != b), min(len(text), len(before)))
-    return text[same:]

@@ -95,9 +95,6 @@ class Responses(ChatDialect):
     def stream(self, request: ChatRequest, begun: ChatAnswer) -> AnswerStream:
         return _ResponsesStream(request, begun)
 
-    def error(self, message: str, *, status: int, param: str = "") -> bytes:
-        return msgspec.json.encode(openai_error(message, status=status, param=param))
-
     def stream_error(self, message: str, *, status: int) -> bytes:
         return event({**_error(message, status), "sequence_number": 0})
 

@@ -40,10 +40,6 @@ class Writer(Protocol):
     def stream_error(self, message: str, *, status: int) -> bytes: ...
 
 
-def _nothing() -> None:
-    pass
-
-
 class ChatResponse(Response):
     """Waits for the answer of a task and sends it.
 
@@ -52,7 +48,7 @@ class ChatResponse(Response):
 
     def __init__(
         self, task: "asyncio.Task[Any]", dialect: Writer, request: Asked, *, explain: Explain, leave: Hook | None = None,
-        sending: Hook = _nothing, keep_alive_s: float = KEEP_ALIVE_S,
+        sending: Hook = lambda: None, keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
         """Prepare to wait.
 

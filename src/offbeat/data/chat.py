@@ -8,6 +8,7 @@ the text. The `{% generation %}` marks of a template, if it has them, choose the
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ import numpy as np
 from offbeat.data.forms import REASONING
 from offbeat.data.image_sources import MARK
 from offbeat.data.messages import is_learnt
-from offbeat.data.text_positions import Place, SoughtTexts, find_places
+from offbeat.data.text_positions import Place, SoughtTexts, find_places, without_shared
 from offbeat.data.thoughts import CLOSED, OPENED, close_thought, skip_empty, split_thought, write_thought
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import DataError, ModelError
@@ -132,11 +133,7 @@ def mark_answers(
 def check_shown(messages: Messages, tokenizer: Tokenizer, tools: Tools = ()) -> None:
     """Refuse a prompt that the template does not write in full, but for the reasoning of earlier answers; errors as of `mark_answers`."""
     written, given = tokenizer.written(messages, tools)
-    text = tokenizer.render(written, given)
-
-    def render(chat: Messages, described: Tools) -> str | None:
-        return _rendered(tokenizer, chat, described, to_answer=True)
-
+    text, render = tokenizer.render(written, given), partial(_rendered, tokenizer, to_answer=True)
     for place in find_places(text, render, written, given, sought=SoughtTexts(reasoning=False)):
         role = "tool" if place.message < 0 else written[place.message]["role"]
         if tokenizer.images is not None and MARK in place.said and all(part.strip() in text for part in place.said.split(MARK)):
@@ -281,8 +278,7 @@ def _after_header(
     first = places[0]
     if first.kind == "call" or first.start is None:
         return None
-    without = tokenizer.chat_text(before, tools=tools, to_answer=False)
-    header = asked[next((i for i, (a, b) in enumerate(zip(asked, without, strict=False)) if a != b), min(len(asked), len(without))):]
+    header = without_shared(asked, tokenizer.chat_text(before, tools=tools, to_answer=False))
     if not header.strip() or not text[: first.start].endswith(header):
         return None
     return _Answer(asked + text[first.start:], len(asked), _last(places) - first.start + len(asked), as_written=False)
@@ -291,12 +287,8 @@ def _after_header(
 def _places(before: Messages, message: Mapping[str, Any], tokenizer: Tokenizer, tools: Tools) -> tuple[str, list[Place]]:
     """Render a chat that ends with a message, and find that message's texts."""
     written, given = tokenizer.written([*before, message], tools)
-    text, last = tokenizer.render(written, given, to_answer=False), len(written) - 1
-
-    def render(chat: Messages, described: Tools) -> str | None:
-        return _rendered(tokenizer, chat, described, to_answer=False)
-
-    places = find_places(text, render, written, given, sought=SoughtTexts(message=last))
+    text, render = tokenizer.render(written, given, to_answer=False), partial(_rendered, tokenizer, to_answer=False)
+    places = find_places(text, render, written, given, sought=SoughtTexts(message=len(written) - 1))
     return text, sorted(places, key=lambda place: (place.kind != "reasoning", place.kind == "call"))
 
 
@@ -331,7 +323,7 @@ def _end_of_turn(answer: _Answer, messages: Messages, index: int, tokenizer: Tok
         return direct.end()
     limit = len(answer.text)
     if answer.as_written and (more := _rendered(tokenizer, *tokenizer.written(messages[: index + 1], tools), to_answer=True)) is not None:
-        same = next((i for i, (a, b) in enumerate(zip(answer.text, more, strict=False)) if a != b), min(limit, len(more)))
+        same = limit - len(without_shared(answer.text, more))
         limit = same if same > answer.last else limit
     found = list(pattern.finditer(answer.text, answer.last, limit))
     ends = {tokenizer.eos_token_id, tokenizer.end_of_turn_id}

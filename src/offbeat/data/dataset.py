@@ -6,7 +6,7 @@ a held-out one.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from offbeat.config.data import DataConfig
@@ -209,23 +209,21 @@ def open_records(
         raise DataError(
             f"data.heldout_split is for hub ids and folders, but data.path is the file {config.path!r}; give data.heldout_path")
     source, rows = opened(config.path, config.split)
+    whole = SourceDataset(source, parse, 0, len(source), rows)
     if not config.heldout_size:
-        return SourceDataset(source, parse, 0, len(source), rows), ListDataset(())
+        return whole, ListDataset(())
     if config.heldout_path or config.heldout_split:
         other, others = opened(config.heldout_path or config.path, config.heldout_split or config.split)
-        return (
-            SourceDataset(source, parse, 0, len(source), rows),
-            SourceDataset(other, parse, 0, min(config.num_heldout(None), len(other)), others))
+        return whole, SourceDataset(other, parse, 0, min(config.num_heldout(None), len(other)), others)
     num_heldout = config.num_heldout(len(source))
     num_train = len(source) - num_heldout
     if num_train < 1 and limit is not None and len(source) + len(refused) >= limit:  # the others have not been looked at
-        return SourceDataset(source, parse, 0, len(source), rows), ListDataset(())
+        return whole, ListDataset(())
     if num_train < 1:
         raise DataError(
             f"dataset {name_of(config.path)} has {len(source)} rows, which leaves none to train on after data.heldout_size ="
             f" {num_heldout}; lower it, or give data.heldout_path")
-    return (
-        SourceDataset(source, parse, 0, num_train, rows), SourceDataset(source, parse, num_train, num_heldout, rows))
+    return replace(whole, num_rows=num_train), replace(whole, start=num_train, num_rows=num_heldout)
 
 
 def _open_task(task: Task, *, heldout_size: int, seed: int) -> tuple[TaskDataset, ListDataset]:

@@ -23,7 +23,6 @@ from offbeat.errors import DataError
 ROUTE_DTYPES = (np.dtype(np.uint8), np.dtype(np.int16))
 """Types of the ids, the smaller one first."""
 
-
 _NPY = b"\x93NUMPY"
 
 

@@ -237,16 +237,6 @@ def _unpack_zstd(path: Path) -> bytes:
         return reader.read()
 
 
-def _unpack_gzip(path: Path) -> bytes:
-    with gzip.open(path) as file:
-        return file.read()
-
-
-def _unpack_xz(path: Path) -> bytes:
-    with lzma.open(path) as file:
-        return file.read()
-
-
 def _open_json_lines(path: Path, sieve: Sieve) -> JsonLines:
     text, offsets, lines, offset = _unpacked(path), array("q"), array("q"), 0
     with path.open("rb") if text is None else io.BytesIO(text) as file:
@@ -355,7 +345,8 @@ def _open_parquet(path: Path, sieve: Sieve) -> Table:
 _READERS: dict[str, Callable[[Path, Sieve], Source]] = {
     ".jsonl": _open_json_lines, ".ndjson": _open_json_lines, ".json": _open_json, ".csv": _open_csv, ".tsv": _open_csv,
     ".parquet": _open_parquet}
-_PACKED: dict[str, Callable[[Path], bytes]] = {".gz": _unpack_gzip, ".zst": _unpack_zstd, ".xz": _unpack_xz}
+_PACKED: dict[str, Callable[[Path], bytes]] = {
+    ".gz": lambda path: gzip.decompress(path.read_bytes()), ".zst": _unpack_zstd, ".xz": lambda path: lzma.decompress(path.read_bytes())}
 
 
 def _reader_of(path: Path) -> Callable[[Path, Sieve], Source] | None:

@@ -54,7 +54,7 @@ class Processor:
             return self._made(decode_image(data, limits))
         exc = caught.take()
         refused = f"is refused by the model's processor ({describe(exc)}); leave it out"
-        return _fault(str(exc) if isinstance(exc, DataError) else refused)
+        return MadeImage(str(exc) if isinstance(exc, DataError) else refused, np.zeros(0, np.int32), {})
 
     def _made(self, image: Any) -> MadeImage:
         made = self._make(image)
@@ -156,10 +156,6 @@ def _picture(image: Any) -> bytes:
     small.thumbnail((_PICTURE_SIDE, _PICTURE_SIDE))
     small.save(file, format="PNG")
     return file.getvalue()
-
-
-def _fault(text: str) -> MadeImage:
-    return MadeImage(text, np.zeros(0, np.int32), {})
 
 
 def main(folder: str, model_type: str, image_token_id: str) -> None:

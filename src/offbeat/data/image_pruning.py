@@ -37,7 +37,8 @@ def prune_images(folder: Path) -> Pruned:
     A run whose folder was moved aside, such as `NAME.1`, and an evaluation beside it, such as `NAME-eval`, keep its images, too.
     """
     notes = {path.stem: path for path in sorted(folder.glob(f"*{NOTES}"))}
-    gone = {name: path for name, path in notes.items() if not _has_folder(folder.parent, name) and not _is_young(path)}
+    gone = {name: path for name, path in notes.items() if not _has_folder(folder.parent, name)}
+    gone = {name: path for name, path in gone.items() if time.time() - path.stat().st_mtime >= _YOUNG_S}
     kept = {image for name, path in notes.items() if name not in gone for image in read_notes(path)}
     removable = {image for path in gone.values() for image in read_notes(path)} - kept
     _forget_sources(folder, removable)
@@ -59,10 +60,6 @@ def prune_images(folder: Path) -> Pruned:
 
 def _has_folder(runs: Path, name: str) -> bool:
     return any(path.is_dir() and (path.name == name or path.name.startswith((f"{name}.", f"{name}-"))) for path in runs.iterdir())
-
-
-def _is_young(path: Path) -> bool:
-    return time.time() - path.stat().st_mtime < _YOUNG_S
 
 
 def _forget_sources(folder: Path, images: set[int]) -> None:

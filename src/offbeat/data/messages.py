@@ -166,7 +166,7 @@ def _message(message: Any, name: str, where: str, images: list[ImageSource | Non
     found_role = _role(role, name, where, named_by="role" if "role" in given else "from")
     calls = _all_calls(given, name, where)
     if found_role == CALL:
-        calls, content, found_role = [*calls, *_calls_in(content, name, where)], "", CALL
+        calls, content = [*calls, *_calls_in(content, name, where)], ""
     text, thoughts = _texts(_marked(content, role, name, where, images))
     thoughts = _thoughts(given, thoughts, name, where)
     if found_role in ("assistant", None) and content is None and (calls or thoughts):

@@ -23,7 +23,6 @@ _LOCAL = ("models", "runs", "checkpoints")
 """Common names of folders of models, none of which is a known owner of models on the hub."""
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
-
 CONTEXT_LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len")
 """Names that configurations use for the longest sequence in tokens; the first one present counts."""
 WIDTH_NAMES = ("hidden_size", "n_embd", "d_model", "dim")
@@ -102,8 +101,7 @@ def router_loss_note(path: str, *, coefficient: float) -> str:
     With train.router_aux_loss_coefficient, such as 0.001, there is no advice. Raises ConfigError if it is given and there are no experts,
     and ModelError as `read_model_config`.
     """
-    config = read_model_config(path)
-    text = config.get("text_config") or config
+    text = _read_text_config(path)
     if coefficient:
         if "expert" not in json.dumps(text):
             raise ConfigError(

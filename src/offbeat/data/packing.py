@@ -14,7 +14,7 @@ For example, the prompt [7, 8] shared by the answers [1, 2] and [3] (answer toke
     target     [1, 2,  3]       ... and is
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -131,8 +131,7 @@ def pack_row(batch: Batch, *, share_prefix: bool, families: np.ndarray | None = 
     owner_s, first_s, length_s, prefix_s = owner[order], first[order], length[order], prefix[order]
     starts = np.cumsum(length_s) - length_s
 
-    within = _ranges(length_s)
-    positions = np.repeat(first_s, length_s) + within
+    positions = np.repeat(first_s - starts, length_s) + np.arange(length_s.sum())
     segments = Segments(starts, length_s, np.where(prefix_s >= 0, rank_of_run[prefix_s], -1))
     run_start = np.zeros(len(length), np.int64)
     run_start[order] = starts
@@ -215,7 +214,8 @@ def plan_microbatches(
         plan = _evenly(in_order, tokens, num_rounds, max_tokens)
         assert plan is not None, "each part fits into as many micro-batches as first-fit found for it"
     return Plan(
-        microbatches=[[_join(units[unit][0] for unit in micro) for micro in rank] for rank in plan],
+        microbatches=[
+            [np.sort(np.concatenate([np.empty(0, np.int64), *(units[unit][0] for unit in micro)])) for micro in rank] for rank in plan],
         work=np.stack([work_U2[[unit for micro in rank for unit in micro]].sum(axis=0) for rank in plan]),
         work_in_order=np.stack([work_U2[part].sum(axis=0) for part in in_order]),
         lower_bound=lower_bound(loads, num_ranks))
@@ -358,13 +358,3 @@ def _first_fit(costs: list[int], capacity: int) -> list[list[int]]:
         bins[chosen].append(item)
         room[chosen] -= costs[item]
     return bins
-
-
-def _join(arrays: Iterable[np.ndarray]) -> np.ndarray:
-    """Return the elements of all arrays, [K] int64, ascending."""
-    return np.sort(np.concatenate([np.empty(0, np.int64), *arrays]))
-
-
-def _ranges(lengths: np.ndarray) -> np.ndarray:
-    """Return [K] int64: 0 .. length - 1 for each length, back to back, such as [0, 1, 0, 1, 2] for [2, 3]."""
-    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -25,11 +25,11 @@ from offbeat.config.data import DataConfig
 from offbeat.config.template import parse_template
 from offbeat.data.chat import mark_answers
 from offbeat.data.dataset import Check, Dataset, open_records
-from offbeat.data.image_sources import COLUMNS, MARK, ImageSource, images_of_column
+from offbeat.data.image_sources import MARK, ImageSource, images_of_column
 from offbeat.data.layouts import as_pair, holds_outputs
 from offbeat.data.messages import Message, Tool, chat_in, kind_of, parse_messages, same, with_system
 from offbeat.data.prompt import check_reads, messages_of, sft_sequence
-from offbeat.data.row import Prompt, Row, system_of, tools_of, with_images
+from offbeat.data.row import Prompt, Row, chat_of, system_of, tools_of, with_images
 from offbeat.data.stream import PromptStream
 from offbeat.data.supervised import Sequence, draw_kept
 from offbeat.data.tokenizer import Tokenizer
@@ -115,7 +115,7 @@ def parse_preference(record: Mapping[str, Any], config: DataConfig, *, where: st
     have no assistant's message.
     """
     record = as_pair(record, where)
-    column, beside = images_of_column(record, where) if any(name in record for name in COLUMNS) else ("", ())
+    column, beside = images_of_column(record, where)
     record = {name: value for name, value in record.items() if name != column}
     present = record.keys()
     if "chosen" in present and "rejected" in present:
@@ -143,7 +143,7 @@ def parse_preference(record: Mapping[str, Any], config: DataConfig, *, where: st
         row = with_images(Row(prompt, ""), found, beside, where)
         prompt, beside = row.prompt, row.images
     if system := system_of(record, config, where):
-        prompt = with_system(({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt, system)
+        prompt = with_system(chat_of(prompt), system)
     tools = tools_of(record, where) if config.wraps or not isinstance(prompt, str) else ()
     return Preference(prompt, answers, liked, _margin(record.get("margin"), where), tools, beside)
 
@@ -178,18 +178,24 @@ class PairEncoder:
         sequences = tuple(self._sequence(preference, answer, name) for answer in preference.answers)
         prefix_len = _shared(sequences) if len(sequences) > 1 else 0
         pair = EncodedPair(sequences, preference.liked, preference.margin, prefix_len)
-        longest = max(len(tokens) for tokens, _ in sequences)
         shared = prefix_len if self.share_prefix else 0
         needed = shared + sum(len(tokens) - 1 - shared for tokens, _ in sequences)  # no pass runs a sequence's last token
+        return pair if self.fits(pair, needed, "all of its answers", name=name) else None
+
+    def fits(self, pair: EncodedPair, needed: int, answers: str, *, name: str) -> bool:
+        """Whether the context holds each answer, and a forward pass the `needed` tokens; False where the pair is to be dropped.
+
+        Raises DataError where it is to be refused.
+        """
+        longest = max(len(tokens) for tokens, _ in pair.sequences)
         if longest <= self.context and needed <= self.max_row_tokens:
-            return pair
+            return True
         if self.too_long == "drop":
-            return None
+            return False
         what = (
             f"has {longest} tokens in its longest answer with the prompt, allowed are {self.context}, the model's context"
             if longest > self.context else
-            f"needs a forward pass of {needed} tokens for all of its answers, allowed are train.max_tokens_per_microbatch ="
-            f" {self.max_row_tokens}")
+            f"needs a forward pass of {needed} tokens for {answers}, allowed are train.max_tokens_per_microbatch = {self.max_row_tokens}")
         raise DataError(f'{name} {what}; shorten it, or set sft.too_long = "drop"')
 
     def draw(self, stream: PromptStream[Preference], count: int) -> list[tuple[int, EncodedPair]]:
@@ -275,8 +281,7 @@ def _split(
             raise DataError(f"{where}, has no field {prompt_field!r}; it has {', '.join(record)}; set data.prompt_field")
         is_text = isinstance(prompt, str) and chat_in(prompt, prompt_field, where) is None
         split = prompt if is_text else parse_messages(prompt, prompt_field, where, images=images)
-        if chats and isinstance(split, str):
-            split = ({"role": "user", "content": split},)
+        split = chat_of(split) if chats else split
         answers = tuple(given)
     for name, answer in zip(names, answers, strict=True):
         if not isinstance(answer, str) and answer[-1]["role"] != "assistant":

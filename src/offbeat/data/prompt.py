@@ -8,7 +8,7 @@ from offbeat.data.dataset import PromptDataset
 from offbeat.data.image_reader import FAMILIES
 from offbeat.data.image_sources import MARK
 from offbeat.data.messages import Message, with_system
-from offbeat.data.row import Row
+from offbeat.data.row import Row, chat_of
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import DataError, TooLongError
 
@@ -39,24 +39,18 @@ def render(row: Row, tokenizer: Tokenizer, config: DataConfig) -> list[int]:
 
 def check_images(row: Row, tokenizer: Tokenizer, where: str) -> None:
     """Read the images of a row, which are kept then; raises DataError if one cannot be used, they are too many, or the model reads none."""
-    if not row.images:
-        return
-    if tokenizer.images is None:
-        raise DataError(f"{where} {_unread(row, tokenizer)}")
-    tokenizer.images.read_all(row.images, where=where)
+    check_reads(row, tokenizer, where)
+    if tokenizer.images is not None:
+        tokenizer.images.read_all(row.images, where=where)
 
 
-def check_reads(row: Row, tokenizer: Tokenizer) -> None:
+def check_reads(row: Row, tokenizer: Tokenizer, where: str = "the row") -> None:
     """Raise DataError if a row has images and they are not read for the model."""
     if row.images and tokenizer.images is None:
-        raise DataError(f"the row {_unread(row, tokenizer)}")
-
-
-def _unread(row: Row, tokenizer: Tokenizer) -> str:
-    return (
-        f"has {len(row.images)} images, which are not read for {tokenizer.name!r}: they are for models of the types"
-        f" {', '.join(FAMILIES)} in a folder with their processor, on a run's own embedded engines; leave them out, or change model.path or"
-        " inference.engine")
+        raise DataError(
+            f"{where} has {len(row.images)} images, which are not read for {tokenizer.name!r}: they are for models of the types"
+            f" {', '.join(FAMILIES)} in a folder with their processor, on a run's own embedded engines; leave them out, or change"
+            " model.path or inference.engine")
 
 
 def messages_of(row: Row, config: DataConfig) -> tuple[Message, ...] | None:
@@ -66,8 +60,7 @@ def messages_of(row: Row, config: DataConfig) -> tuple[Message, ...] | None:
     """
     if isinstance(row.prompt, str) and not config.wraps:
         return None
-    messages = ({"role": "user", "content": row.prompt},) if isinstance(row.prompt, str) else row.prompt
-    return with_system(messages, config.system_prompt)
+    return with_system(chat_of(row.prompt), config.system_prompt)
 
 
 def check_length(num_tokens: int, config: DataConfig, *, name: str, context: int, max_new_tokens: int) -> None:

@@ -20,7 +20,7 @@ from offbeat.data.messages import Tool, with_system
 from offbeat.data.model_folder import TOKENIZER_FILES, check_model_folder, read_context_length, read_model_config
 from offbeat.data.pairs import Answer, EncodedPair, PairEncoder, Preference
 from offbeat.data.prompt import check_reads
-from offbeat.data.row import Prompt
+from offbeat.data.row import Prompt, chat_of
 from offbeat.data.tokenizer import Tokenizer, load_tokenizer
 from offbeat.errors import DataError, ModelError
 
@@ -73,9 +73,8 @@ def judged_tokens(
     """
     if isinstance(prompt, str) and isinstance(answer, str) and not tokenizer.has_chat_template:
         return [*tokenizer.prompt(prompt), *tokenizer.encode_continuation(answer), tokenizer.eos_token_id]
-    asked = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
     said = ({"role": "assistant", "content": answer},) if isinstance(answer, str) else answer
-    return tokenizer.encode(judged_text((*with_system(asked, system_prompt), *said), tokenizer, tools=tools))
+    return tokenizer.encode(judged_text((*with_system(chat_of(prompt), system_prompt), *said), tokenizer, tools=tools))
 
 
 def reads_chats(dataset: Dataset[Preference]) -> bool:
@@ -103,19 +102,10 @@ class JudgedPairEncoder(PairEncoder):
         except (DataError, ModelError) as exc:
             raise type(exc)(f"{name} cannot be encoded: {exc}") from exc
         shared = _common_length(texts)
-        longest = max(map(len, texts))
         needed = sum(map(len, texts)) - (shared * (len(texts) - 1) if self.share_prefix else 0)
-        if longest <= self.context and needed <= self.max_row_tokens:
-            sequences = tuple((np.array(text, np.int32), np.arange(len(text)) == len(text) - 1) for text in texts)
-            return EncodedPair(sequences, preference.liked, preference.margin, shared)
-        if self.too_long == "drop":
-            return None
-        what = (
-            f"has {longest} tokens in its longest answer with the prompt, allowed are {self.context}, the model's context"
-            if longest > self.context else
-            f"needs a forward pass of {needed} tokens for both of its answers, allowed are train.max_tokens_per_microbatch ="
-            f" {self.max_row_tokens}")
-        raise DataError(f'{name} {what}; shorten it, or set sft.too_long = "drop"')
+        sequences = tuple((np.array(text, np.int32), np.arange(len(text)) == len(text) - 1) for text in texts)
+        pair = EncodedPair(sequences, preference.liked, preference.margin, shared)
+        return pair if self.fits(pair, needed, "both of its answers", name=name) else None
 
     def _judged(self, preference: Preference, answer: Answer, name: str) -> list[int]:
         check_reads(preference.row(), self.tokenizer)

@@ -11,7 +11,7 @@ from typing import Any
 from offbeat.config.data import DataConfig
 from offbeat.config.template import missing_column, parse_template
 from offbeat.data.cells import is_absent, json_text, number_or_text
-from offbeat.data.image_sources import COLUMNS, MARK, WRITTEN_MARK, ImageSource, images_of_column, place_images
+from offbeat.data.image_sources import MARK, WRITTEN_MARK, ImageSource, images_of_column, place_images
 from offbeat.data.layouts import as_chat
 from offbeat.data.messages import Message, Tool, as_context, chat_in, is_learnt, kind_of, parse_messages, parse_tools, text_of, with_system
 from offbeat.errors import DataError
@@ -85,7 +85,7 @@ def parse_record(record: Mapping[str, Any], config: DataConfig, *, where: str, n
     """
     if config.format in ("auto", "messages") and not (config.prompt or config.prompt_field):
         record = as_chat(record, where)
-    column, images = images_of_column(record, where) if any(name in record for name in COLUMNS) else ("", ())
+    column, images = images_of_column(record, where)
     record = {name: value for name, value in record.items() if name != column}
     found: list[ImageSource | None] = []
     return with_images(_parsed(record, config, where, needs_answer=needs_answer, images=found), found, images, where)
@@ -119,9 +119,14 @@ def _parsed(
     if config.format == "gsm8k" and (answer or needs_answer):
         solution, answer = answer, _gsm8k_answer(answer, where)
     extra, json_fields = _extra(record, used, answer_field)
-    made: Prompt = with_system(({"role": "user", "content": prompt},), system) if system else prompt
+    made: Prompt = with_system(chat_of(prompt), system) if system else prompt
     tools = tools_of(record, where) if system or config.wraps else ()
     return Row(made, answer, extra, solution, tools, json_fields=json_fields)
+
+
+def chat_of(prompt: Prompt) -> tuple[Message, ...]:
+    """Return a prompt as a chat; a text is the user's message."""
+    return ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
 
 
 def with_images(row: Row, found: Sequence[ImageSource | None], column: tuple[ImageSource, ...], where: str) -> Row:
@@ -131,14 +136,13 @@ def with_images(row: Row, found: Sequence[ImageSource | None], column: tuple[Ima
     """
     if not found and not column:
         return row
-    is_text = isinstance(row.prompt, str)
-    texts = [row.prompt] if isinstance(row.prompt, str) else [message["content"] for message in row.prompt]
-    first = 0 if isinstance(row.prompt, str) else next((i for i, each in enumerate(row.prompt) if each["role"] == "user"), 0)
-    texts, images = place_images(texts, found, column, where, first=first)
-    if is_text:
+    chat = chat_of(row.prompt)
+    first = next((i for i, each in enumerate(chat) if each["role"] == "user"), 0)
+    texts, images = place_images([message["content"] for message in chat], found, column, where, first=first)
+    if isinstance(row.prompt, str):
         return replace(row, prompt=texts[0], images=images)
-    chat = tuple({**message, "content": text} for message, text in zip(row.prompt, texts, strict=True) if isinstance(message, dict))
-    return replace(row, prompt=chat, images=images)
+    prompt = tuple({**message, "content": text} for message, text in zip(chat, texts, strict=True))
+    return replace(row, prompt=prompt, images=images)
 
 
 def tools_of(record: Mapping[str, Any], where: str) -> tuple[Tool, ...]:
@@ -158,8 +162,7 @@ def _prompt_field(record: Mapping[str, Any], layout: str) -> str:
     if layout == "gsm8k":
         return "question"
     if layout == "messages" or (layout == "auto" and "prompt" not in record):
-        found = next((name for name in _CHATS if name in record), None)
-        return found or ("messages" if layout == "messages" else "prompt")
+        return next((name for name in _CHATS if name in record), "messages" if layout == "messages" else "prompt")
     return "prompt"
 
 

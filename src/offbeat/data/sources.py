@@ -103,11 +103,8 @@ def _nearest(path: Path) -> str:
 
 
 def _open_files(files: Sequence[Path], sieve: Sieve) -> Source:
-    sources = []
-    for file in files:
-        if not sieve.is_full:
-            sources.append(open_file(file, sieve))
-    return sources[0] if len(sources) == 1 else Several(tuple(sources))
+    sources = tuple(open_file(file, sieve) for file in files if not sieve.is_full)
+    return sources[0] if len(sources) == 1 else Several(sources)
 
 
 def _files_of_split(folder: Path, split: str) -> list[Path]:

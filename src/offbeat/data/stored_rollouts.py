@@ -7,7 +7,8 @@ rejected, or drawn again, since the step before. Files written before texts were
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import itemgetter
 from pathlib import Path
 
 import msgspec
@@ -77,15 +78,8 @@ class KeptTrajectory:
     @property
     def completion(self) -> str:
         """The policy's text, its turns joined by line breaks."""
-        parts: list[str] = []
-        before = False
-        for piece, generated in zip(self.pieces, self.loss_mask, strict=True):
-            if generated and not before:
-                parts.append("")
-            if generated:
-                parts[-1] += piece
-            before = generated
-        return "\n".join(parts)
+        runs = groupby(zip(self.pieces, self.loss_mask, strict=True), key=itemgetter(1))
+        return "\n".join("".join(piece for piece, _ in run) for generated, run in runs if generated)
 
     @property
     def num_generated(self) -> int:

@@ -101,6 +101,11 @@ def _place(text: str, message: int, kind: str, said: str, starts: list[int], end
     return Place(message, kind, said, start, end, _squeezed(text[start:end]) in (core, *escaped))
 
 
+def without_shared(text: str, other: str) -> str:
+    """Return a text without the beginning that it shares with another, such as "c" of "abc" and "ab"."""
+    return text[next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other))):]
+
+
 def _squeezed(text: str) -> str:
     return "".join(text.split()).casefold()
 

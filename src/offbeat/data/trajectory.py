@@ -105,7 +105,8 @@ class Trajectory:
         named = reward if isinstance(reward, NamedReward) or no_names else check_reward(self.named_rewards)
         # A workflow that replaces the reward by another number has no names for it.
         self._set(named_rewards=named.parts if isinstance(named, NamedReward) and named == reward else {})
-        failed = _failures(reward, self.turns)
+        given = [("", reward), *((f"turn {number}: ", turn.reward) for number, turn in enumerate(self.turns))]
+        failed = [where + each.reason for where, each in given if isinstance(each, FailedReward)]
         self._set(
             reward=math.nan if isinstance(reward, FailedReward) else float(reward),
             turns=tuple(replace(turn, reward=float(turn.reward)) for turn in self.turns))
@@ -220,12 +221,6 @@ def failed_trajectory(reason: str, *, episode: int | None = None, agent: str = "
     """Return the stand-in for an episode that could not be finished: it is left out, and the others of its group are trained on."""
     empty = np.zeros(0)
     return Trajectory(empty, empty, empty, empty, 0.0, f"episode failed: {reason}", episode=episode, agent=agent)
-
-
-def _failures(outcome: float, turns: Sequence[TurnEnd]) -> list[str]:
-    """Return why rewards are missing, of the outcome or of turns."""
-    named = [("", outcome), *((f"turn {number}: ", turn.reward) for number, turn in enumerate(turns))]
-    return [where + reward.reason for where, reward in named if isinstance(reward, FailedReward)]
 
 
 def _is_whole(value: Any) -> bool:

@@ -34,7 +34,8 @@ def check_row(tokenizer: Tokenizer, config: DataConfig, *, answered: bool) -> Ca
 
     def check(row: Row, where: str) -> None:
         texts = ((part, text.replace(MARK, "") if row.images else text) for part, text in _prompt(row.prompt, config))
-        _check_texts(tokenizer, texts if not answered else [*texts, *(("answer", text) for text in _answers(row))], where)
+        answers = [row.answer, *_said(row.imitated)] if answered else []
+        _check_texts(tokenizer, [*texts, *(("answer", text) for text in answers)], where)
 
     return check
 
@@ -88,10 +89,6 @@ def _prompt(prompt: Prompt, config: DataConfig) -> Iterator[tuple[str, str]]:
         yield "prompt", str(prompt)
         return
     yield from (("system message" if message["role"] == "system" else "prompt", text) for message in messages for text in _said(message))
-
-
-def _answers(row: Row) -> Iterable[str]:
-    return [row.answer, *_said(row.imitated)]
 
 
 def _said(message: Message) -> Iterator[str]:

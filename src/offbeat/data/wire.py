@@ -20,7 +20,6 @@ T = TypeVar("T")
 
 _ALLOWED_DTYPES = frozenset({"bool", "uint8", "uint16", "int16", "int32", "int64", "float32", "float64"})
 
-
 _APART_BYTES = 1 << 16
 """Arrays of this size or larger are pieces of their own."""
 

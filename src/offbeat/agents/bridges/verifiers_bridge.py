@@ -109,12 +109,8 @@ def load(name: str, *, options: dict[str, Any], model: str, max_turns: int) -> A
         module = importlib.import_module(name.rpartition("/")[2].partition("@")[0].replace("-", "_"))
     except ModuleNotFoundError:
         module = None
-    classic = hasattr(module, "load_environment") if module is not None else not hasattr(_verifiers(), "v1")
+    classic = hasattr(module, "load_environment") if module is not None else not hasattr(importlib.import_module("verifiers"), "v1")
     return (Classic if classic else Taskset)(module, name, options=options, model=model, max_turns=max_turns)
-
-
-def _verifiers() -> Any:
-    return importlib.import_module("verifiers")
 
 
 def _plain(prompt: Any) -> Any:

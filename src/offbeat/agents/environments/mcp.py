@@ -74,7 +74,7 @@ class McpServer:
         with Caught() as caught:
             result = await client.call_tool(name, given)
         if (exc := caught.error) is not None:
-            if type(exc).__name__ == "MCPError" and not _is_gone(exc):  # the server's answer, which is for the model
+            if type(exc).__name__ == "MCPError" and "closed" not in str(exc).lower():  # the server's answer, which is for the model
                 return f"Error: {describe(exc)}"
             if self._client is client:
                 await self.close()
@@ -103,7 +103,3 @@ class McpServer:
                 await self._ended.wait()
         if caught.error is not None and not ready.done():
             ready.set_exception(caught.error)
-
-
-def _is_gone(exc: BaseException) -> bool:
-    return "closed" in str(exc).lower()

@@ -4,7 +4,7 @@ from typing import Any
 
 import skyrl_gym  # pyright: ignore[reportMissingImports]
 
-from offbeat.data.row import Row
+from offbeat.data.row import Row, chat_of
 
 
 class SkyRLGym:
@@ -19,8 +19,7 @@ class SkyRLGym:
     def reset(self, row: Row, seed: int) -> list[dict[str, str]]:  # noqa: ARG002 - nothing is drawn
         extras = {**row.extra, "reward_spec": {"ground_truth": row.answer}, "max_turns": self._max_turns}
         self._env = skyrl_gym.make(self._name, env_config=self._config, extras=extras)
-        prompt = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
-        messages, _ = self._env.init(prompt)
+        messages, _ = self._env.init(list(chat_of(row.prompt)))
         return messages
 
     def step(self, text: str) -> tuple[list[dict[str, str]], float, bool]:

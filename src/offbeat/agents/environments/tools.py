@@ -20,7 +20,7 @@ from offbeat.chat.image_parts import Shown, messages_of
 from offbeat.chat.messages import Message, Tool, ToolCall
 from offbeat.data.messages import with_arguments
 from offbeat.data.reward import FailedReward, NamedReward, check_reward
-from offbeat.data.row import Row
+from offbeat.data.row import Row, chat_of
 from offbeat.errors import CodeError, describe
 from offbeat.user_code.boundary import Caught
 from offbeat.user_code.calling import call
@@ -51,13 +51,16 @@ class ToolStage:
         self.factory = factory
         self.servers = servers
         self.timeout_s = timeout_s
-        self.methods = [] if factory is None else _public_methods(factory)
+        self.methods = [] if factory is None else [
+            name for name, _ in inspect.getmembers(factory, inspect.isfunction)
+            if not name.startswith("_") and name not in ("reset", "close", "reward")]
         self.tools: tuple[Tool, ...] = ()
 
     async def open(self) -> None:
         """Start the servers, and describe all tools; raises CodeError if a tool has no schema, or two have one name."""
         await asyncio.gather(*(server.open() for server in self.servers))
-        own = [tool_of(function) for function in self.functions] + [tool_of(_bound(self.factory, name)) for name in self.methods]
+        methods = [getattr(self.factory, name).__get__(object()) for name in self.methods]  # as instances have them, without `self`
+        own = [tool_of(function) for function in (*self.functions, *methods)]
         self.tools = (*own, *(tool for server in self.servers for tool in server.tools))
         names = [tool.name for tool in self.tools]
         if twice := next((name for name in names if names.count(name) > 1), ""):
@@ -80,13 +83,14 @@ class _ToolEpisode:
         self._late: list[asyncio.Future[Any]] = []
 
     async def reset(self, row: Row, seed: int) -> View:  # noqa: ARG002 - tools begin the same
-        given = ({"role": "user", "content": row.prompt},) if isinstance(row.prompt, str) else row.prompt
         messages = [
-            replace(_message(message), images=shown.images) for message, shown in zip(given, messages_of(row), strict=True)]
+            replace(_message(message), images=shown.images)
+            for message, shown in zip(chat_of(row.prompt), messages_of(row), strict=True)]
         if self._stage.factory is not None:
             self._instance = await call(self._stage.factory)
             self._functions |= {name: getattr(self._instance, name) for name in self._stage.methods}
-            added = await call(self._instance.reset, **_fields(row)) if hasattr(self._instance, "reset") else None
+            fields = {**row.extra, "prompt": row.prompt, "answer": row.answer, "solution": row.solution}
+            added = await call(self._instance.reset, **fields) if hasattr(self._instance, "reset") else None
             if isinstance(added, str) and added:
                 last = messages[-1]
                 messages[-1] = Message(last.role, f"{last.content}{added}", images=last.images)
@@ -152,19 +156,3 @@ def _message(message: Mapping[str, Any]) -> Message:
     return Message(
         message["role"], message["content"], tuple(calls), message.get("tool_call_id", ""), message.get("name", ""),
         message.get("reasoning_content", ""))
-
-
-def _fields(row: Row) -> dict[str, Any]:
-    return {**row.extra, "prompt": row.prompt, "answer": row.answer, "solution": row.solution}
-
-
-def _public_methods(factory: type) -> list[str]:
-    return [
-        name for name, value in inspect.getmembers(factory, inspect.isfunction)
-        if not name.startswith("_") and name not in ("reset", "close", "reward")]
-
-
-def _bound(factory: type | None, name: str) -> Callable[..., Any]:
-    """Return a method as its instances have it, without `self`, for its schema."""
-    method = getattr(factory, name)
-    return method.__get__(object())
