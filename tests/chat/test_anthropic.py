@@ -147,7 +147,7 @@ def test_a_stream_tells_each_block_from_its_beginning_to_its_end() -> None:
 
 
 def test_tokens_can_be_counted_without_an_answer() -> None:
-    request = Anthropic().read_count(json.dumps({"model": "m", "messages": USER, "tools": [TOOL]}).encode())
+    request = Anthropic().read(json.dumps({"model": "m", "messages": USER, "tools": [TOOL]}).encode())
     assert request.max_new_tokens is None and len(request.tools) == 1
     assert json.loads(Anthropic().count(12)) == {"input_tokens": 12}
 

@@ -191,7 +191,7 @@ class Proxy:
         async def count_tokens(http: Request) -> Response:
             with Caught() as caught:
                 self._session_of(http)
-                request = await decode_body(dialect.read_count, await _body(http))
+                request = await decode_body(dialect.read, await _body(http))
                 prompt = await asyncio.to_thread(self._renderer.prompt, request.messages, request.tools)
                 return json_response(dialect.count(len(prompt)))
             return _refuse(dialect, caught.take())

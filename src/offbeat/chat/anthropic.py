@@ -123,12 +123,8 @@ class Anthropic(ChatDialect):
             **extras_of(got),
         )
 
-    def read_count(self, body: bytes) -> ChatRequest:
-        """Read the body of a request to count its tokens. Errors as of `read`."""
-        return self.read(body)
-
     def count(self, num_tokens: int) -> bytes:
-        """Write the answer to it."""
+        """Write the answer to a request to count its tokens, which `read` reads as well."""
         return msgspec.json.encode({"input_tokens": num_tokens})
 
     def whole(self, request: ChatRequest, answer: ChatAnswer) -> bytes:  # noqa: ARG002

@@ -62,7 +62,7 @@ class Chats:
         ]
 
     async def _count(self, http: HttpRequest) -> Response:
-        asked = await decode_body(self._anthropic.read_count, await whole_body(http))
+        asked = await decode_body(self._anthropic.read, await whole_body(http))
         check_chat_size(asked, self._engine.tokenizer, context=self._engine.max_context)
         return json_response(self._anthropic.count(await asyncio.to_thread(self._answering.count, asked)))
 

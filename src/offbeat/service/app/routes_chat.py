@@ -100,7 +100,7 @@ class ChatRoutes:
         return ChatResponse(task, dialect, asked, explain=partial(explain, what=f"POST {call.http.url.path}"))
 
     async def _count(self, call: Call) -> Response:
-        asked = await said(call.read(_ANTHROPIC.read_count))
+        asked = await said(call.read(_ANTHROPIC.read))
         await self._find(call.caller, asked.model)
         num_tokens = await said(call.beside(lambda: self._answering.count(asked)))
         return Response(_ANTHROPIC.count(num_tokens), media_type="application/json")
