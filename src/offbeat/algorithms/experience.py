@@ -15,6 +15,7 @@ from offbeat.algorithms.critic import with_values
 from offbeat.algorithms.episodes import Episodes, Turns, last_tokens
 from offbeat.algorithms.objectives import CROSS_ENTROPY, policy_loss
 from offbeat.algorithms.own_credit import own_advantages, sample_groups
+from offbeat.algorithms.preference import answer_batch
 from offbeat.algorithms.shaping import shaped_rewards
 from offbeat.algorithms.turns import reward_range, turn_advantages
 from offbeat.config.algorithms import AlgorithmConfig
@@ -154,11 +155,10 @@ def sft_batch(sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> Batch:
 
     `sequences` are pairs of tokens [L] int32 and loss_mask [L] bool, as `sft_sequence` returns them.
     """
-    trained = _concatenate([mask for _, mask in sequences], np.bool_)
-    num_targets = int(trained.sum())
-    return Batch.of_next_tokens(
-        _concatenate([tokens for tokens, _ in sequences], np.int32), trained, lengths=[len(tokens) for tokens, _ in sequences],
-        columns={"loss_weights": trained / max(num_targets, 1)}, losses=(CROSS_ENTROPY,), denominator=float(num_targets))
+    batch = answer_batch(sequences, CROSS_ENTROPY)
+    weights = np.full(batch.num_targets, 1 / max(batch.num_targets, 1))
+    return replace(batch.with_columns(loss_weights=weights), denominator=float(batch.num_targets))
+
 
 
 def split_minibatches(batch: Batch, num_minibatches: int, *, seed: int) -> list[Batch]:
@@ -346,7 +346,3 @@ def _shared_prompt_len(trajectories: Sequence[Trajectory]) -> int:
         return 0
     length = lengths.pop()
     return length if len({t.tokens[:length].tobytes() for t in trajectories}) == 1 else 0
-
-
-def _concatenate(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype), *arrays], dtype=dtype)

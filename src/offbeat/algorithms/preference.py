@@ -62,8 +62,8 @@ def answer_batch(sequences: Sequence[Encoded], loss: LossSpec, *, shared: Shared
 
     `shared` are the prompts that sequences share; None for no prompt.
     """
-    tokens = np.concatenate([np.zeros(0, np.int32), *(tokens for tokens, _ in sequences)])
-    trained = np.concatenate([np.zeros(0, np.bool_), *(mask for _, mask in sequences)])
+    tokens = np.concatenate([np.zeros(0, np.int32), *(tokens for tokens, _ in sequences)], dtype=np.int32)
+    trained = np.concatenate([np.zeros(0, np.bool_), *(mask for _, mask in sequences)], dtype=np.bool_)
     return Batch.of_next_tokens(
         tokens, trained, lengths=[len(tokens) for tokens, _ in sequences], columns={}, losses=(loss,), shared=shared)
 

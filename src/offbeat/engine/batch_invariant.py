@@ -74,30 +74,24 @@ class FastAttention:
 
     def _attend(self, step: DecodeStep, scale: float, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         keys, values = step.extend(layer, keys, values)
-        return attend(queries.reshape(len(keys), -1, step.head_dim), keys, values, mask=step.mask, scale=scale).reshape(step.rows, -1)
-
-    def attend_prompts(self, queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:
-        return fused_attention(queries, keys, values, mask, scale=scale)
-
-
-class InvariantAttention:
-    """Attention in float32 on a CPU whose numbers for one token do not depend on the batch."""
-
-    for_bags = False
-
-    def __init__(self) -> None:
-        self.row_multiple = ROWS_PER_THREAD * torch.get_num_threads()
-
-    def of_step(self, step: DecodeStep, *, num_heads: int, scale: float) -> StepAttention:  # noqa: ARG002
-        return partial(self._attend, step, scale)
-
-    def _attend(self, step: DecodeStep, scale: float, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        keys, values = step.extend(layer, keys, values)
         queries = queries.reshape(len(keys), -1, step.head_dim)
         return self.attend_decoding(queries, keys, values, mask=step.mask, scale=scale).reshape(step.rows, -1)
 
     def attend_decoding(self, queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor, scale: float) -> Tensor:
         """Compute attention of a few tokens, [B * num_kv_heads, G, head_dim]; see `cache.attend`."""
+        return attend(queries, keys, values, mask=mask, scale=scale)
+
+    def attend_prompts(self, queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:
+        return fused_attention(queries, keys, values, mask, scale=scale)
+
+
+class InvariantAttention(FastAttention):
+    """Attention in float32 on a CPU whose numbers for one token do not depend on the batch."""
+
+    def __init__(self) -> None:
+        self.row_multiple = ROWS_PER_THREAD * torch.get_num_threads()
+
+    def attend_decoding(self, queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor, scale: float) -> Tensor:
         rows = queries.shape[1]
         queries = fill_rows(queries, self.row_multiple)
         weights = torch.softmax(torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=scale), dim=-1)

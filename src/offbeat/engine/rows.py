@@ -1,7 +1,8 @@
 """Bookkeeping of running samples: numpy columns indexed by slot, so that a step is a handful of array operations. Used by the engine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -191,10 +192,11 @@ class Rows:
         top = sample.top and sample.top[sample.sent :]
         if sample.request.stream:
             sample.sent = int(self.length[row] - self._prompt_len[row])
-        columns = (self._tokens, self._logprobs, self._versions)
-        return Output(
-            sample.index, *(column[row, span].tolist() for column in columns), finish_reason=reason, top_logprobs=top,
-            num_cached=sample.num_cached)
+        return Output(sample.index, *self._of(row, span), finish_reason=reason, top_logprobs=top, num_cached=sample.num_cached)
+
+    def _of(self, row: int, span: slice) -> Iterable[Any]:
+        """Yield the tokens, log-probabilities and versions of a row in a span."""
+        return (column[row, span].tolist() for column in (self._tokens, self._logprobs, self._versions))
 
     def running(self, have: Mapping[str, Sequence[int]]) -> dict[str, list[Output]]:
         """Return what the running samples of requests have beyond their first tokens, whose numbers are given by request and sample."""
@@ -202,8 +204,7 @@ class Rows:
         for row, sample in enumerate(self.samples):
             if (own := found.get(sample.request.id)) is not None and sample.index < len(have[sample.request.id]):
                 span = slice(self._prompt_len[row] + have[sample.request.id][sample.index], self.length[row])
-                columns = (self._tokens, self._logprobs, self._versions)
-                own.append(Output(sample.index, *(column[row, span].tolist() for column in columns), finish_reason=None))
+                own.append(Output(sample.index, *self._of(row, span), finish_reason=None))
         return found
 
     def compact(self, sources: list[int], targets: list[int], *, running: int) -> None:

@@ -19,6 +19,7 @@ from offbeat.engine.forward import Forward
 from offbeat.engine.request import MAX_TOP, Event, Scored, ScoreJob
 from offbeat.engine.sampler import row_keys, uniforms
 from offbeat.errors import BusyError, EngineError, RefusedError
+from offbeat.inference.sampling import TopTokens
 from offbeat.model.uploads import upload
 from offbeat.types import Version
 
@@ -98,19 +99,19 @@ class Found:
         for logits in blocks:
             table = logits.float().log_softmax(dim=-1)
             device, stop = table.device, start + len(table)
-            own.append(table.gather(1, _on(device, wanted.next_ids[start:stop])[:, None]).squeeze(1))
+            own.append(table.gather(1, upload(wanted.next_ids[start:stop], device)[:, None]).squeeze(1))
             if wanted.num_top:
                 here = slice(*np.searchsorted(wanted.top_rows, (start, stop)))
-                values, ids = table[_on(device, wanted.top_rows[here] - start)].topk(min(wanted.num_top, table.shape[1]))
+                values, ids = table[upload(wanted.top_rows[here] - start, device)].topk(min(wanted.num_top, table.shape[1]))
                 top.append(values)
                 top_ids.append(ids)
             if len(wanted.target_rows):
                 here = slice(*np.searchsorted(wanted.target_rows, (start, stop)))
-                targets.append(table[_on(device, wanted.target_rows[here] - start), _on(device, wanted.target_ids[here])])
+                targets.append(table[upload(wanted.target_rows[here] - start, device), upload(wanted.target_ids[here], device)])
             if len(wanted.draw_rows):
                 here = slice(*np.searchsorted(wanted.draw_rows, (start, stop)))
-                rows = table[_on(device, wanted.draw_rows[here] - start)]
-                draw_ids.append(_draw(rows, _on(device, wanted.temperatures[here]), _on(device, wanted.uniforms[here])))
+                rows = table[upload(wanted.draw_rows[here] - start, device)]
+                draw_ids.append(_draw(rows, upload(wanted.temperatures[here], device), upload(wanted.uniforms[here], device)))
                 draws.append(rows.gather(1, draw_ids[-1]))
             start = stop
         found = (own, top_ids, top, targets, draw_ids, draws)
@@ -211,7 +212,7 @@ class Scorer:
             row[: len(job.tokens)] = job.tokens
         names = [job.adapter for job in jobs]
         self._adapters.place([*beside, *names])
-        wanted, ids, lora = Wanted.of(jobs, tokens), _on(self._forward.device, tokens), self._adapters.rows(names, repeat=length)
+        wanted, ids, lora = Wanted.of(jobs, tokens), upload(tokens, self._forward.device), self._adapters.rows(names, repeat=length)
         if lora is not None:
             lora.reached.clear()
         found = Found.read(self._forward.score(ids, lora=lora), wanted)
@@ -239,10 +240,6 @@ def _draw(logprobs: Tensor, temperatures: Tensor, numbers: Tensor) -> Tensor:
     return torch.where(greedy[:, None], logprobs.argmax(dim=-1, keepdim=True), tokens)
 
 
-def _on(device: torch.device, array: np.ndarray) -> Tensor:
-    return upload(array, device)
-
-
 def _unbound(job: ScoreJob) -> EngineError:
     return EngineError(
         f"adapter {job.adapter} took part in none of the model's layers, so that the engine answers for it as the base model does")
@@ -254,17 +251,15 @@ def _result(job: ScoreJob, n: int, version: Version, wanted: Wanted, found: Foun
     if not np.isfinite(own).all():
         weights = f"adapter {job.adapter}" if job.adapter else f"version {version}"
         return EngineError(f"the logits of {weights} are not finite: its weights have diverged or are damaged")
-    top = target_logprobs = None
-    if job.top_k:
-        rows = slice(*np.searchsorted(wanted.top_rows, (first, last)))
-        pairs = zip(found.top_ids[rows, : job.top_k].tolist(), found.top[rows, : job.top_k].tolist(), strict=True)
-        top = [tuple(zip(ids, logprobs, strict=True)) for ids, logprobs in pairs]
-    if job.targets is not None:
-        logprobs = iter(found.targets[slice(*np.searchsorted(wanted.target_rows, (first, last)))].tolist())
-        target_logprobs = [[next(logprobs) for _ in ids] for ids in job.targets[1:]]
-    draws = None
-    if job.draws:
-        rows = slice(*np.searchsorted(wanted.draw_rows, (first, last)))
-        pairs = zip(found.draw_ids[rows, : job.draws].tolist(), found.draws[rows, : job.draws].tolist(), strict=True)
-        draws = [tuple(zip(ids, logprobs, strict=True)) for ids, logprobs in pairs]
-    return Scored(version, own.tolist(), top, target_logprobs, draws)
+    top, targets, draws = (
+        slice(*np.searchsorted(rows, (first, last))) for rows in (wanted.top_rows, wanted.target_rows, wanted.draw_rows))
+    logprobs = iter(found.targets[targets].tolist())
+    return Scored(
+        version, own.tolist(), _pairs(found.top_ids[top, : job.top_k], found.top[top, : job.top_k]) if job.top_k else None,
+        None if job.targets is None else [[next(logprobs) for _ in ids] for ids in job.targets[1:]],
+        _pairs(found.draw_ids[draws, : job.draws], found.draws[draws, : job.draws]) if job.draws else None)
+
+
+def _pairs(ids: np.ndarray, logprobs: np.ndarray) -> list[TopTokens]:
+    """Return the tokens [R, K] of each row with their log-probabilities."""
+    return [tuple(zip(*row, strict=True)) for row in zip(ids.tolist(), logprobs.tolist(), strict=True)]

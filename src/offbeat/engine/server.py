@@ -11,7 +11,6 @@ import time
 import uuid
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -220,14 +219,9 @@ class EngineServer:
             temperature=body.temperature, seed=body.seed, adapter=body.adapter, urgent=body.urgent)
         async with self._submissions.submitted(http, job) as inbox:
             scored = await next_message(inbox, Scored)
-        answer: dict[str, Any] = {"version": scored.version, "logprobs": scored.logprobs}
-        if scored.top is not None:
-            answer["top_logprobs"] = scored.top
-        if scored.target_logprobs is not None:
-            answer["target_logprobs"] = scored.target_logprobs
-        if scored.draws is not None:
-            answer["draws"] = scored.draws
-        return json_response(msgspec.json.encode(answer))
+        asked = {"top_logprobs": scored.top, "target_logprobs": scored.target_logprobs, "draws": scored.draws}
+        return json_response(msgspec.json.encode({
+            "version": scored.version, "logprobs": scored.logprobs, **{name: rows for name, rows in asked.items() if rows is not None}}))
 
     async def _load_adapter(self, http: HttpRequest) -> Response:
         body = read_body(LoadAdapterBody, await whole_body(http))

@@ -4,29 +4,22 @@ Weights that are dropped come back with the next version that is switched to; th
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from offbeat.engine.cache import SlotCache
 from offbeat.engine.forward import Forward
+from offbeat.engine.prefixes import PrefixCache
 from offbeat.engine.versions import VersionStore
 from offbeat.errors import RefusedError
 from offbeat.sync.platform import current_platform
 
 
-class Releasable(Protocol):
-    """Memory of keys and values."""
-
-    def release(self) -> None:
-        """Free it."""
-        ...
-
-
 class EngineSleep:
     """The sleep of an engine, in which nothing may be computed, and the weights that it keeps meanwhile."""
 
-    def __init__(self, forward: Forward, caches: Sequence[Releasable], versions: VersionStore) -> None:
+    def __init__(self, forward: Forward, caches: Sequence[SlotCache | PrefixCache], versions: VersionStore) -> None:
         self.asleep = False
         self._forward = forward
         self._caches = caches

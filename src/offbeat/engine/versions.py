@@ -78,19 +78,14 @@ class VersionStore:
         """Hold prepared weights, replacing others with that number."""
         self._staged[version] = source, prepared
 
-    @property
-    def live_folder(self) -> str:
-        """Folder in which the live weights were written; empty if they are gone."""
-        return "" if self._source is None else self._source.folder
-
     def base_for(self, folder: str) -> str:
         """Return the folder of the live weights, from which those of another folder may be made; empty if there is none.
 
         A version's own folder may hold other weights by now, so it is read again. That from which the engine was started may be taken for
         what it holds until a first version has been published.
         """
-        is_own = self._live >= 0 and self._source is not None and Path(folder) == Path(self._source.folder)
-        return "" if is_own else self.live_folder
+        live = "" if self._source is None else self._source.folder
+        return "" if live and self._live >= 0 and Path(folder) == Path(live) else live
 
     def forget_live(self) -> None:
         """Note that the live version's weights are gone: to be served again, it has to be staged."""

@@ -159,14 +159,6 @@ def _gates(targets: Targets) -> Tensor:
     return 4 * gate * (1 - gate)
 
 
-def _ppo_clips(targets: Targets) -> Clips:
-    return _removed(plain_ratios(targets), targets)
-
-
-def _gspo_clips(targets: Targets) -> Clips:
-    return _removed(_sequence_ratios(targets), targets)
-
-
 def _cispo_clips(targets: Targets) -> Clips:
     ratios = plain_ratios(targets)
     return Clips.of(ratios < targets.constants["clip_low"], ratios > targets.constants["clip_high"])
@@ -176,10 +168,6 @@ def _gmpo_clips(targets: Targets) -> Clips:
     gaps, advantages = current_log_ratio(targets.logprobs, targets.anchor), targets.advantages
     low, high = gaps < -targets.constants["clip_low"], gaps > targets.constants["clip_high"]
     return Clips.of(low & (advantages < 0), high & (advantages > 0))
-
-
-def _dppo_clips(targets: Targets) -> Clips:
-    return Clips.of(*_diverged(targets))
 
 
 def _removed(ratios: Tensor, targets: Targets) -> Clips:
@@ -258,13 +246,13 @@ FORMULAS: Mapping[str, Formula] = MappingProxyType({
     "cross_entropy": Formula(cross_entropy),
     "reinforce": Formula(reinforce),
     "importance_sampling": Formula(importance_sampling),
-    "ppo": Formula(ppo, _ppo_clips),
+    "ppo": Formula(ppo, lambda targets: _removed(plain_ratios(targets), targets)),
     "cispo": Formula(cispo, _cispo_clips),
     "dro": Formula(dro),
-    "gspo": Formula(gspo, _gspo_clips),
+    "gspo": Formula(gspo, lambda targets: _removed(_sequence_ratios(targets), targets)),
     "sapo": Formula(sapo, metrics={"gate": _gates}),
     "gmpo": Formula(gmpo, _gmpo_clips),
-    "dppo": Formula(dppo, _dppo_clips),
+    "dppo": Formula(dppo, lambda targets: Clips.of(*_diverged(targets))),
     "forward_kl": Formula(forward_kl),
     "reverse_kl": Formula(reverse_kl),
     "value": Formula(value),

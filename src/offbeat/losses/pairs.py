@@ -92,78 +92,46 @@ def margins(name: str, found: Comparison, targets: Targets) -> Tensor:
     return targets.constants["beta"] * gaps if objective.scaled_margin else gaps
 
 
-def _dpo(found: Comparison, x: Tensor, constants: Mapping[str, float]) -> Tensor:  # noqa: ARG001 - one signature for all
-    smoothing = constants["label_smoothing"]
+def _dpo(x: Tensor, smoothing: float) -> Tensor:
     return -(1 - smoothing) * logsigmoid(x) - smoothing * logsigmoid(-x)
 
 
-def _robust(found: Comparison, x: Tensor, constants: Mapping[str, float]) -> Tensor:  # noqa: ARG001
-    smoothing = constants["label_smoothing"]
+def _robust(x: Tensor, smoothing: float) -> Tensor:
     return (-(1 - smoothing) * logsigmoid(x) + smoothing * logsigmoid(-x)) / (1 - 2 * smoothing)
 
 
-def _hinge(found: Comparison, x: Tensor, constants: Mapping[str, float]) -> Tensor:  # noqa: ARG001
-    return (1 - x).clamp(min=0)
-
-
-def _exo_pair(found: Comparison, x: Tensor, constants: Mapping[str, float]) -> Tensor:  # noqa: ARG001
-    smoothing = constants["label_smoothing"]
+def _exo_pair(x: Tensor, smoothing: float) -> Tensor:
     right, wrong = logsigmoid(x), logsigmoid(-x)
     return right.exp() * (right - math.log1p(-smoothing)) + wrong.exp() * (wrong - math.log(smoothing))
 
 
-def _nca_pair(found: Comparison, x: Tensor, constants: Mapping[str, float]) -> Tensor:  # noqa: ARG001
-    chosen, rejected = constants["beta"] * found.chosen, constants["beta"] * found.rejected
+def _nca_pair(chosen: Tensor, rejected: Tensor) -> Tensor:
     return -logsigmoid(chosen) - (logsigmoid(-chosen) + logsigmoid(-rejected)) / 2
 
 
-def _bco_pair(found: Comparison, x: Tensor, constants: Mapping[str, float]) -> Tensor:  # noqa: ARG001
-    return -logsigmoid(constants["beta"] * found.chosen) - logsigmoid(-constants["beta"] * found.rejected)
-
-
-def _sppo_hard(found: Comparison, x: Tensor, constants: Mapping[str, float]) -> Tensor:  # noqa: ARG001
-    target = 1 / (2 * constants["beta"])
-    return (found.chosen - target).square() + (found.rejected + target).square()
-
-
-def _apo_zero(found: Comparison, x: Tensor, constants: Mapping[str, float]) -> Tensor:  # noqa: ARG001
-    return torch.sigmoid(-constants["beta"] * found.chosen) + torch.sigmoid(constants["beta"] * found.rejected)
-
-
-def _apo_down(found: Comparison, x: Tensor, constants: Mapping[str, float]) -> Tensor:
-    return torch.sigmoid(constants["beta"] * found.chosen) + torch.sigmoid(-x)
-
-
-def _ipo(found: Comparison, x: Tensor, constants: Mapping[str, float]) -> Tensor:  # noqa: ARG001
-    return (x - 1 / (2 * constants["beta"])).square()
-
-
-def _sigmoid_norm(found: Comparison, x: Tensor, constants: Mapping[str, float]) -> Tensor:  # noqa: ARG001
-    return -logsigmoid(x)
-
-
-def _simpo(found: Comparison, x: Tensor, constants: Mapping[str, float]) -> Tensor:  # noqa: ARG001
-    return -logsigmoid(x - constants["gamma"])
-
-
-def _orpo(found: Comparison, x: Tensor, constants: Mapping[str, float]) -> Tensor:  # noqa: ARG001
+def _orpo(found: Comparison, beta: float) -> Tensor:
     odds = [values - torch.log(-torch.expm1(values.clamp(max=-_TINY))) for values in (found.chosen, found.rejected)]
-    return -found.chosen - constants["beta"] * logsigmoid(odds[0] - odds[1])
-
-
-def _sft(found: Comparison, x: Tensor, constants: Mapping[str, float]) -> Tensor:  # noqa: ARG001
-    return -found.chosen
-
-
-def _kto(found: Comparison, x: Tensor, constants: Mapping[str, float]) -> Tensor:
-    weights = torch.where(found.has_chosen, constants["desirable_weight"], constants["undesirable_weight"])
-    return weights * (1 - torch.sigmoid(x))
+    return -found.chosen - beta * logsigmoid(odds[0] - odds[1])
 
 
 _FORMULAS: Mapping[str, Callable[[Comparison, Tensor, Mapping[str, float]], Tensor]] = MappingProxyType({
-    "dpo": _dpo, "robust": _robust, "hinge": _hinge, "exo_pair": _exo_pair, "nca_pair": _nca_pair, "bco_pair": _bco_pair,
-    "sppo_hard": _sppo_hard, "apo_zero": _apo_zero, "apo_down": _apo_down, "ipo": _ipo, "sigmoid_norm": _sigmoid_norm, "simpo": _simpo,
-    "orpo": _orpo, "sft": _sft, "kto": _kto})
+    "dpo": lambda _, x, given: _dpo(x, given["label_smoothing"]),
+    "robust": lambda _, x, given: _robust(x, given["label_smoothing"]),
+    "hinge": lambda _, x, __: (1 - x).clamp(min=0),
+    "exo_pair": lambda _, x, given: _exo_pair(x, given["label_smoothing"]),
+    "nca_pair": lambda found, _, given: _nca_pair(given["beta"] * found.chosen, given["beta"] * found.rejected),
+    "bco_pair": lambda found, _, given: -logsigmoid(given["beta"] * found.chosen) - logsigmoid(-given["beta"] * found.rejected),
+    "sppo_hard": lambda found, _, given: (
+        (found.chosen - 1 / (2 * given["beta"])).square() + (found.rejected + 1 / (2 * given["beta"])).square()),
+    "apo_zero": lambda found, _, given: torch.sigmoid(-given["beta"] * found.chosen) + torch.sigmoid(given["beta"] * found.rejected),
+    "apo_down": lambda found, x, given: torch.sigmoid(given["beta"] * found.chosen) + torch.sigmoid(-x),
+    "ipo": lambda _, x, given: (x - 1 / (2 * given["beta"])).square(),
+    "sigmoid_norm": lambda _, x, __: -logsigmoid(x),
+    "simpo": lambda _, x, given: -logsigmoid(x - given["gamma"]),
+    "orpo": lambda found, _, given: _orpo(found, given["beta"]),
+    "sft": lambda found, _, __: -found.chosen,
+    "kto": lambda found, x, given: torch.where(found.has_chosen, given["desirable_weight"], given["undesirable_weight"]) * (
+        1 - torch.sigmoid(x))})
 """Losses [G] float64 of G groups, from their values, margins and constants."""
 
 

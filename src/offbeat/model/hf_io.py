@@ -63,12 +63,17 @@ def read_safetensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
     Raises ModelError if the folder holds no safetensors, or one that cannot be read.
     """
     for file in _weight_files(Path(folder)):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118
-                    yield name, tensors.get_tensor(name)
-        except (OSError, SafetensorError) as exc:
-            raise ModelError(f"{file} cannot be read as safetensors: {exc}") from exc
+        yield from read_file(file)
+
+
+def read_file(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, CPU tensor) of every tensor of a file, such as ("lm_head.weight", [V, H]); errors as of `read_safetensors`."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                yield name, tensors.get_tensor(name)
+    except (OSError, SafetensorError) as exc:
+        raise ModelError(f"{file} cannot be read as safetensors: {exc}") from exc
 
 
 def without_tied(state: Mapping[str, Tensor], config_from: PreTrainedModel | str | Path) -> dict[str, Tensor]:

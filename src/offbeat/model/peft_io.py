@@ -12,13 +12,13 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -26,6 +26,7 @@ from offbeat.disk import discard
 from offbeat.errors import ModelError, StorageError
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.fused_experts import PARTS, split_name
+from offbeat.model.hf_io import read_file
 from offbeat.pulse import progress
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -94,7 +95,7 @@ def read_adapter(folder: str | Path) -> Adapter:
     folder = Path(folder)
     config = _read_config(folder)
     sides: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in _read_tensors(folder / WEIGHTS_FILE):
+    for name, tensor in read_file(folder / WEIGHTS_FILE):
         match = _KEY.fullmatch(name)
         if match is None:
             raise ModelError(f"{folder} holds {name!r}, which is not A or B of a linear layer; only plain LoRA adapters can be used")
@@ -186,14 +187,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
         if config.get(name, plain[0]) not in plain:
             raise ModelError(f"{folder} is an adapter with {name} = {config[name]!r}, which is not offered; only plain LoRA can be used")
     return config
-
-
-def _read_tensors(file: Path) -> Iterable[tuple[str, Tensor]]:
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            return [(name, tensors.get_tensor(name)) for name in tensors.keys()]  # noqa: SIM118
-    except (OSError, SafetensorError) as exc:
-        raise ModelError(f"{file} cannot be read as safetensors: {exc}") from exc
 
 
 def _bytes(tensor: Tensor) -> Any:

@@ -29,7 +29,7 @@ from offbeat.errors import ModelError
 _TOP_K = (torch.topk, torch.Tensor.topk)
 
 
-def find_routers(model: nn.Module) -> list[nn.Module]:
+def find_routers(model: nn.Module) -> list[Any]:
     """Return the routers of a model that choose `top_k` of `num_experts` experts, in the order of the layers; [] for a dense model."""
     return [module for module in model.modules() if _is_router(module)]
 
@@ -49,8 +49,8 @@ class RouteRecorder:
 
     def __init__(self, model: nn.Module) -> None:
         routers = find_routers(model)
-        self.num_ids = sum(_top_k(router) for router in routers)
-        self.dtype = torch.from_numpy(np.zeros(0, route_dtype(max((_num_experts(router) for router in routers), default=0)))).dtype
+        self.num_ids = sum(router.top_k for router in routers)
+        self.dtype = torch.from_numpy(np.zeros(0, route_dtype(max((router.num_experts for router in routers), default=0)))).dtype
         self._chosen: list[Tensor] = []
         for router in routers:
             router.register_forward_hook(self._note)
@@ -73,11 +73,11 @@ def records_routes(model: nn.Module) -> bool:
     return bool(routers) and all(_tells(router, model) for router in routers)
 
 
-def _tells(router: nn.Module, model: Any) -> bool:
+def _tells(router: Any, model: Any) -> bool:
     outputs: Any = None
     with _own_code():
         outputs = _fresh(router, model)(_states(router))
-    return _are_complete(outputs) and outputs[2].shape == (_NUM_PROBED, _top_k(router))
+    return _are_complete(outputs) and outputs[2].shape == (_NUM_PROBED, router.top_k)
 
 
 def _are_complete(outputs: Any) -> bool:
@@ -156,12 +156,12 @@ def replay_routes(model: PreTrainedModel) -> None:
     name, routers = type(model).__name__, find_routers(model)
     if not routers:
         raise ModelError(f'{name} has no routers of experts to replay; set model.route_replay to "off"')
-    if len({_top_k(router) for router in routers}) > 1:
+    if len({router.top_k for router in routers}) > 1:
         raise ModelError(f'{name} uses different numbers of experts in its layers; set model.route_replay to "off"')
     if why := _why_not(routers[0], model):
         raise ModelError(f'{name} cannot replay experts: {why}; set model.route_replay to "off"')
     layers = _layers_of(model, routers)
-    num_layers, top_k = model.config.get_text_config().num_hidden_layers, _top_k(routers[0])
+    num_layers, top_k = model.config.get_text_config().num_hidden_layers, routers[0].top_k
     for place, (layer, router) in enumerate(zip(layers, routers, strict=True)):
         # An engine tells the layers that have experts, or all layers, of which the others mean nothing.
         places = {len(routers) * top_k: place, num_layers * top_k: layer}
@@ -175,9 +175,9 @@ def _layers_of(model: nn.Module, routers: Sequence[nn.Module]) -> list[int]:
     return [int(next(part for part in names[id(router)].split(".") if part.isdigit())) for router in routers]
 
 
-def _replay(router: nn.Module, *, num_routers: int, columns: Mapping[int, slice]) -> None:
+def _replay(router: Any, *, num_routers: int, columns: Mapping[int, slice]) -> None:
     """Let one router take its experts from the current routes; `columns` are its own, by the number of ids per token."""
-    forward, num_experts = router.forward, _num_experts(router)
+    forward, num_experts = router.forward, router.num_experts
 
     @wraps(forward)
     def replaying(*args: Any, **kwargs: Any) -> Any:
@@ -236,7 +236,7 @@ _NUM_PROBED = 16
 _RAW_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError, AssertionError)
 
 
-def _why_not(router: nn.Module, model: PreTrainedModel) -> str:
+def _why_not(router: Any, model: PreTrainedModel) -> str:
     """Return why the choice of a router cannot be replaced; empty if it can."""
     kind, fresh, states, plain = type(router).__name__, None, None, None
     with _own_code():
@@ -246,7 +246,7 @@ def _why_not(router: nn.Module, model: PreTrainedModel) -> str:
         return f"a {kind} cannot be made by itself to be checked"
     if not _are_complete(plain):
         return f"a {kind} does not tell the experts that it chooses"
-    num_experts, own = _num_experts(router), plain[2].detach()
+    num_experts, own = router.num_experts, plain[2].detach()
     for experts in (own, (own + 1) % num_experts):
         outputs: Any = None
         with _own_code(), choosing(experts, num_experts):
@@ -270,9 +270,8 @@ def _fresh(router: nn.Module, model: Any) -> nn.Module:
     return fresh
 
 
-def _states(router: nn.Module) -> Tensor:
-    weight: Any = router.weight
-    return torch.randn(_NUM_PROBED, weight.shape[1], generator=torch.Generator().manual_seed(0))
+def _states(router: Any) -> Tensor:
+    return torch.randn(_NUM_PROBED, router.weight.shape[1], generator=torch.Generator().manual_seed(0))
 
 
 @contextmanager
@@ -280,11 +279,3 @@ def _own_code() -> Iterator[None]:
     """Run code of a model's family outside of inference mode, and end the body where it raises."""
     with suppress(*_RAW_ERRORS), torch.inference_mode(mode=False), torch.enable_grad():
         yield
-
-
-def _top_k(router: Any) -> int:
-    return router.top_k
-
-
-def _num_experts(router: Any) -> int:
-    return router.num_experts

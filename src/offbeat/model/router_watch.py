@@ -24,7 +24,7 @@ class RouterWatch:
 
     def __init__(self, model: PreTrainedModel, *, replays: bool) -> None:
         """Watch the routers of a model; `replays` says whether its rows bring routes."""
-        routers: list[Any] = find_routers(model) if records_routes(model) else []
+        routers = find_routers(model) if records_routes(model) else []
         self.num_layers, self.num_experts = len(routers), max((router.num_experts for router in routers), default=0)
         self._replays = replays
         self._is_on = False

@@ -67,19 +67,6 @@ class WorkerExtension:
         return {"fingerprint": fingerprint_files(files), "num_unread": self._offbeat_compare(files)}
 
     @answered
-    def offbeat_read_back(self, started_with: list[str]) -> None:
-        """Find the weights that can be read back, while the server's initial weights are in use; later calls do nothing."""
-        self._offbeat_read_back(started_with)
-
-    @answered
-    def offbeat_compare(self, files: list[str]) -> int:
-        """Compare the files of the version loaded last with the weights in use; returns the number of tensors that could not be compared.
-
-        Raises RuntimeError if the weights in use differ from the files.
-        """
-        return self._offbeat_compare(files)
-
-    @answered
     def offbeat_adapter(self, number: int, folder: str) -> tuple[list[str], list[str]]:
         """Run `check_adapter` on the adapter that vLLM knows by that number.
 
@@ -103,15 +90,22 @@ class WorkerExtension:
             repack_experts(model)
 
     def _offbeat_read_back(self, started_with: list[str]) -> None:
+        """Find the weights that can be read back, while the server's initial weights are in use; later calls do nothing."""
         if self._offbeat_readback is None:
             self._offbeat_readback = ReadBack(self.model_runner.get_model(), started_with)
 
     def _offbeat_compare(self, files: list[str]) -> int:
+        """Compare the files of the version loaded last with the weights in use; returns the number of tensors that could not be compared.
+
+        Raises RuntimeError if the weights in use differ from the files.
+        """
         assert self._offbeat_readback is not None, "they were loaded"
         wrong, unread = self._offbeat_readback.check(files)
         if wrong:
             raise RuntimeError(f"{wrong[0]} and {len(wrong) - 1} other tensors are not what was read")
         return len(unread)
+
+    offbeat_read_back, offbeat_compare = answered(_offbeat_read_back), answered(_offbeat_compare)
 
 
 def repack_heads(model: torch.nn.Module) -> None:

@@ -51,20 +51,13 @@ class EmbeddedDialect:
             "prompt": prompt, "n": n, "max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature,
             "top_p": sampling.top_p, "top_k": sampling.top_k, "logprobs": sampling.top_logprobs, "return_token_ids": True,
         }
-        if sampling.stop:
-            body["stop"] = sampling.stop
-        if sampling.stop_token_ids:
-            body["stop_token_ids"] = sampling.stop_token_ids
-        if sampling.ignore_eos:
-            body["ignore_eos"] = True
+        optional: dict[str, Any] = {
+            "stop": sampling.stop, "stop_token_ids": sampling.stop_token_ids, "ignore_eos": sampling.ignore_eos, "model": adapter}
+        if (hearing := sampling.hearing) is not None:
+            optional |= {"request_id": hearing.name, "begun_tokens": hearing.num_begun}
+        body |= {name: value for name, value in optional.items() if value}
         if sampling.seed is not None:
             body["seed"] = self._seed(sampling.seed, sampling.first_sample)
-        if (hearing := sampling.hearing) is not None:
-            body["request_id"] = hearing.name
-            if hearing.num_begun:
-                body["begun_tokens"] = hearing.num_begun
-        if adapter:
-            body["model"] = adapter
         read = partial(read_samples, adapter=adapter, num_top=sampling.top_logprobs, unversioned=self._unversioned)
         asked = {**self._named, **body, **sampling.shaping.fields(), **self._reporting(sampling)}
         samples = await wire.fetch("/v1/completions", asked, read)
