@@ -18,14 +18,10 @@ def spread(route, slots, lengths):
     return route(slots, lengths, scaling_of(slots, lengths), device=CPU), slots, lengths
 
 
-def equal(slots, lengths, scaling, *, device):
-    return EqualRoute(slots, lengths[0], scaling, device=device)
-
-
 ROUTES = {
     "one": (OneRoute(3, 3.0), [3], [12]),
-    "neighbours of one length": spread(equal, [1, 2, 3], [4, 4, 4]),
-    "any of one length": spread(equal, [4, 0, 4], [4, 4, 4]),
+    "neighbours of one length": spread(EqualRoute, [1, 2, 3], [4, 4, 4]),
+    "any of one length": spread(EqualRoute, [4, 0, 4], [4, 4, 4]),
     "spans of neighbours": spread(SpanRoute, [2, 3, 4], [1, 9, 2]),
     "spans": spread(SpanRoute, [2, 0, 2], [1, 9, 2]),
 }

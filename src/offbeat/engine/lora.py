@@ -112,9 +112,7 @@ class AdapterStack:
         self._held[one], self._held[other] = self._held[other], self._held[one]
         for weights in self._weights.values():
             for stacked in (weights.a, weights.b):
-                kept = stacked[one].clone()
-                stacked[one] = stacked[other]
-                stacked[other] = kept
+                stacked[[one, other]] = stacked[[other, one]]
 
     def read(self, adapter: Adapter) -> Adapter:
         """Copy an adapter back out of its slot, so that it holds the numbers that serve."""

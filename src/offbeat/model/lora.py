@@ -216,9 +216,7 @@ class AdapterBank(nn.Module):
         device, scalings = self.weights.device, np.array([self._held(slot).scaling for slot in spans], np.float32)
         of_token = upload(scalings.repeat(lengths), device).unsqueeze(1)
         scaling = of_token if np.ptp(scalings) else self._held(spans[0]).scaling
-        if len(set(lengths)) == 1:
-            return EqualRoute(spans, lengths[0], scaling, device=device)
-        return SpanRoute(spans, lengths, scaling, device=device)
+        return (EqualRoute if len(set(lengths)) == 1 else SpanRoute)(spans, lengths, scaling, device=device)
 
     def route_all(self, slot: int) -> Route:
         """Return the route that sends every token to one adapter."""

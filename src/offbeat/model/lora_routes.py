@@ -60,15 +60,24 @@ class OneRoute:
         return self
 
 
-class EqualRoute:
-    """A route of K spans of tokens of equal length, each with the adapter of its slot: one batched product."""
+class _Spans:
+    """A route of K spans of tokens, each with the adapter of its slot."""
 
-    def __init__(self, slots: Sequence[int], length: int, scaling: float | Tensor, *, device: torch.device) -> None:
-        """`length` is the number of tokens of each span."""
-        self._num, self._length = len(slots), length
-        self._of_spans, self._device = list(slots), device
+    def __init__(self, slots: Sequence[int], lengths: Sequence[int], scaling: float | Tensor, *, device: torch.device) -> None:
+        self._of_spans, self._lengths, self._device = list(slots), list(lengths), device
         self._slots = _selector(slots, device)
         self.scaling = scaling
+
+    def subset(self, rows: Tensor) -> Route:
+        """Return a route of shorter spans for the tokens `rows` [n] int64; see `Route.subset`."""
+        counts = np.diff(np.searchsorted(rows.cpu().numpy(), np.cumsum([0, *self._lengths])))
+        left = np.flatnonzero(counts)
+        own = self.scaling[rows] if isinstance(self.scaling, Tensor) else self.scaling
+        return SpanRoute([self._of_spans[span] for span in left.tolist()], counts[left].tolist(), own, device=self._device)
+
+
+class EqualRoute(_Spans):
+    """A route of spans of equal length: one batched product."""
 
     def multiply(self, x: Tensor, weights: Tensor) -> Tensor:
         return (self._blocks(x) @ weights[self._slots].to(x.dtype)).flatten(0, 1)
@@ -83,23 +92,16 @@ class EqualRoute:
         else:
             _add_at(sums, self._slots, x @ g)
 
-    def subset(self, rows: Tensor) -> Route:
-        """Return a route of shorter spans; see `Route.subset`."""
-        return _subset(self._of_spans, [self._length] * self._num, self.scaling, rows, self._device)
-
     def _blocks(self, rows: Tensor) -> Tensor:
-        return rows.unflatten(0, (self._num, -1))
+        return rows.unflatten(0, (len(self._of_spans), -1))
 
 
-class SpanRoute:
-    """A route of token spans of any length, one product each: measured several times faster than padding them to equal length."""
+class SpanRoute(_Spans):
+    """A route of spans of any length, one product each: measured several times faster than padding them to equal length."""
 
     def __init__(self, slots: Sequence[int], lengths: Sequence[int], scaling: float | Tensor, *, device: torch.device) -> None:
-        self._lengths = list(lengths)
-        self._of_spans, self._device = list(slots), device
-        self._slots = _selector(slots, device)
+        super().__init__(slots, lengths, scaling, device=device)
         self._ends = upload(np.cumsum(lengths, dtype=np.int32), device)
-        self.scaling = scaling
 
     def multiply(self, x: Tensor, weights: Tensor) -> Tensor:
         own = weights[self._slots].to(x.dtype)
@@ -120,20 +122,8 @@ class SpanRoute:
             products = torch.stack([span_x @ span_g for span_x, span_g in zip(x.split(self._lengths, 1), self._spans(g), strict=True)])
         _add_at(sums, self._slots, products)
 
-    def subset(self, rows: Tensor) -> Route:
-        """Return a route of shorter spans; see `Route.subset`."""
-        return _subset(self._of_spans, self._lengths, self.scaling, rows, self._device)
-
     def _spans(self, rows: Tensor) -> tuple[Tensor, ...]:
         return rows.split(self._lengths)
-
-
-def _subset(slots: Sequence[int], lengths: Sequence[int], scaling: float | Tensor, rows: Tensor, device: torch.device) -> SpanRoute:
-    """Return the route of tokens `rows` [n] int64, ascending, of spans with these slots and lengths."""
-    counts = np.diff(np.searchsorted(rows.cpu().numpy(), np.cumsum([0, *lengths])))
-    left = np.flatnonzero(counts)
-    own = scaling[rows] if isinstance(scaling, Tensor) else scaling
-    return SpanRoute([slots[span] for span in left.tolist()], counts[left].tolist(), own, device=device)
 
 
 def _selector(slots: Sequence[int], device: torch.device) -> slice | Tensor:

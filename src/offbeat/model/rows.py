@@ -128,12 +128,12 @@ def check_rows(
 
 
 def probe(model: PreTrainedModel, *, share_prefix: bool = False) -> Tensor:
-    """Return a result that must not depend on how a model runs: `score_rows` [5] float32, or `score_states` [5, H] of a value model."""
-    return score_states(model, share_prefix=share_prefix) if _gives_values(model) else score_rows(model, share_prefix=share_prefix)
+    """Return a result that must not depend on how a model runs.
 
-
-def score_rows(model: PreTrainedModel, *, share_prefix: bool = False) -> Tensor:
-    """Return the log-probabilities of the answers in `small_row`, [N] float32 with N = 5."""
+    It is the log-probabilities of the answers in `small_row`, [5] float32, or `score_states` [5, H] of a value model.
+    """
+    if _gives_values(model):
+        return score_states(model, share_prefix=share_prefix)
     with torch.no_grad():
         return token_logprobs(model, small_row(model, share_prefix=share_prefix))
 
