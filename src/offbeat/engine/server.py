@@ -22,6 +22,7 @@ from starlette.routing import Route
 
 from offbeat.chat.dialects import read_body
 from offbeat.chat.refusals import Refusal, WriteError, error_response, errors_of, json_response, no_such_endpoint
+from offbeat.engine import wire
 from offbeat.engine.chats import Chats
 from offbeat.engine.completion_endpoints import CompletionEndpoints
 from offbeat.engine.inside.owners import HEADER, Owners
@@ -35,16 +36,6 @@ from offbeat.engine.stall import LOOKED_AT_S, StepWatch
 from offbeat.engine.submissions import Submissions, next_message
 from offbeat.engine.versions import VersionSource
 from offbeat.engine.web import Handler, HttpServer, refusal, refusal_of, whole_body
-from offbeat.engine.wire import (
-    LoadAdapterBody,
-    PauseBody,
-    ProveBody,
-    ScoreBody,
-    SleepBody,
-    StageBody,
-    SwitchBody,
-    UnloadAdapterBody,
-)
 from offbeat.errors import DeadlineError, EngineError, RefusedError
 from offbeat.listening import bind, decode_body, server_config, url_of
 from offbeat.types import Version
@@ -170,12 +161,12 @@ class EngineServer:
     # -- control -----------------------------------------------------------------------------------------------------------------------
 
     async def _stage(self, http: HttpRequest) -> Response:
-        body = read_body(StageBody, await whole_body(http))
+        body = read_body(wire.StageBody, await whole_body(http))
         await asyncio.to_thread(self._loop.hold_version, body.version, VersionSource(body.folder, body.fingerprint), body.broadcast)
         return json_response(msgspec.json.encode({"version": body.version, "folder": body.folder}))
 
     async def _switch(self, http: HttpRequest) -> Response:
-        body = read_body(SwitchBody, await whole_body(http))
+        body = read_body(wire.SwitchBody, await whole_body(http))
         done = await asyncio.wrap_future(self._loop.call(lambda: self._engine.switch(body.version, body.interrupt)))
         switch_s = await asyncio.wrap_future(done)
         return json_response(msgspec.json.encode({"version": body.version, "switch_s": switch_s}))
@@ -185,7 +176,7 @@ class EngineServer:
         return json_response(msgspec.json.encode({"version": version, "fingerprint": fingerprint}))
 
     async def _prove(self, http: HttpRequest) -> Response:
-        body = read_body(ProveBody, await whole_body(http))
+        body = read_body(wire.ProveBody, await whole_body(http))
         # Ahead of everything that waits, as a proof has a deadline.
         job = ScoreJob(id=f"score-{uuid.uuid4().hex}", tokens=body.tokens, adapter=body.adapter, urgent=True)
         async with self._submissions.submitted(http, job) as inbox:
@@ -204,7 +195,7 @@ class EngineServer:
         return version, await asyncio.to_thread(fingerprint)
 
     async def _sleep(self, http: HttpRequest) -> Response:
-        body = read_body(SleepBody, await whole_body(http))
+        body = read_body(wire.SleepBody, await whole_body(http))
         await asyncio.wrap_future(self._loop.call(lambda: self._engine.sleep(keep_weights=body.keep_weights)))
         return json_response(msgspec.json.encode({"status": "asleep"}))
 
@@ -213,7 +204,7 @@ class EngineServer:
         return json_response(msgspec.json.encode({"status": "ok"}))
 
     async def _score(self, http: HttpRequest) -> Response:
-        body = await decode_body(partial(read_body, ScoreBody), await whole_body(http))
+        body = await decode_body(partial(read_body, wire.ScoreBody), await whole_body(http))
         job = ScoreJob(
             id=f"score-{uuid.uuid4().hex}", tokens=body.tokens, top_k=body.top_k, targets=body.targets, draws=body.draws,
             temperature=body.temperature, seed=body.seed, adapter=body.adapter, urgent=body.urgent)
@@ -224,19 +215,19 @@ class EngineServer:
             "version": scored.version, "logprobs": scored.logprobs, **{name: rows for name, rows in asked.items() if rows is not None}}))
 
     async def _load_adapter(self, http: HttpRequest) -> Response:
-        body = read_body(LoadAdapterBody, await whole_body(http))
+        body = read_body(wire.LoadAdapterBody, await whole_body(http))
         if body.lora_name == self._models.own_name:
             raise RefusedError(f"{body.lora_name!r} is the base model's name; give the adapter another")
         await asyncio.to_thread(self._loop.hold_adapter, body.lora_name, body.lora_path)
         return json_response(msgspec.json.encode({"status": "ok"}))
 
     async def _unload_adapter(self, http: HttpRequest) -> Response:
-        body = read_body(UnloadAdapterBody, await whole_body(http))
+        body = read_body(wire.UnloadAdapterBody, await whole_body(http))
         await asyncio.wrap_future(self._loop.call(lambda: self._engine.adapters.unload(body.lora_name)))
         return json_response(msgspec.json.encode({"status": "ok"}))
 
     async def _pause(self, http: HttpRequest) -> Response:
-        body = read_body(PauseBody, await whole_body(http))
+        body = read_body(wire.PauseBody, await whole_body(http))
         self._pause_by, self._pause_s = body.by or (http.client.host if http.client else "somebody"), time.monotonic()
         await asyncio.wrap_future(self._loop.pause(body.mode))
         return json_response(msgspec.json.encode({"status": "paused"}))
