@@ -17,6 +17,7 @@ from typing import Any
 
 from offbeat.disk import discard, make_folder
 from offbeat.errors import StorageError
+from offbeat.fleet.slots import counted
 from offbeat.service.clock import steady_time
 from offbeat.service.errors import RequestError, UnknownError
 from offbeat.service.ids import CheckpointPath
@@ -74,13 +75,10 @@ class Checkpoints:
     @asynccontextmanager
     async def holding(self, folder: str) -> AsyncIterator[str]:
         """Keep a folder's files while the body runs."""
-        self._held[folder] += 1
         try:
-            yield folder
+            with counted(self._held, folder):
+                yield folder
         finally:
-            self._held[folder] -= 1
-            if not self._held[folder]:
-                del self._held[folder]
             await self.release_folder(folder)
 
     def path(self, folder: str) -> Path:

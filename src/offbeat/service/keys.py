@@ -71,7 +71,7 @@ class Keys:
             _check_owner(path, owner, entry)
             if (other := owners.setdefault(_digest(entry.key), owner)) != owner:
                 raise ConfigError(f"the owners {other} and {owner} in {path} have the same key; give each one of its own")
-        return cls(owners, {owner: _limits(entry, default) for owner, entry in entries.items()}, default)
+        return cls(owners, {owner: replace(default, **_given(entry)) for owner, entry in entries.items()}, default)
 
     @classmethod
     def open_house(cls, *, default: Limits = _DEFAULT) -> Self:
@@ -113,10 +113,6 @@ def _check_owner(path: Path, owner: str, entry: _Owner) -> None:
 
 def _given(entry: _Owner) -> dict[str, Any]:
     return {field.name: value for field in fields(Limits) if (value := getattr(entry, field.name)) is not None}
-
-
-def _limits(entry: _Owner, default: Limits) -> Limits:
-    return replace(default, **_given(entry))
 
 
 def _digest(api_key: str) -> str:

@@ -3,9 +3,8 @@
 Another owner's runs and checkpoints that are not public are treated as if they did not exist.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
 
 from offbeat.service.checkpoints import Checkpoints
 from offbeat.service.errors import RequestError
@@ -14,8 +13,6 @@ from offbeat.service.models import Models
 from offbeat.service.sessions import Sessions
 from offbeat.service.tables import CheckpointRow
 from offbeat.service.types import Caller, CheckpointInfo, CheckpointKind, LoraSpec, ModelInfo
-
-T = TypeVar("T")
 
 
 class Library:
@@ -58,7 +55,7 @@ class Library:
         if run_id is not None and not rows:
             self._models.find(caller, run_id)
         rows = [row for row in rows if exports or row.kind != "external"]
-        return [_info(row) for row in _page(rows, limit, offset)], len(rows)
+        return [_info(row) for row in rows[offset:][:limit]], len(rows)
 
     async def delete_checkpoint(self, caller: Caller, path: str) -> None:
         await self._checkpoints.delete(self._owned(caller, path))
@@ -105,10 +102,6 @@ class Library:
         if row.kind != kind:
             raise RequestError(f"{path} is a {row.kind} checkpoint, where one that is {kind} is needed")
         return row
-
-
-def _page(rows: Sequence[T], limit: int | None, offset: int) -> Sequence[T]:
-    return rows[offset:] if limit is None else rows[offset : offset + limit]
 
 
 def _info(row: CheckpointRow) -> CheckpointInfo:

@@ -30,7 +30,7 @@ class Location(NamedTuple):
 
 
 class Results:
-    """A folder of record files with one writer and any number of readers."""
+    """A folder of record files with one writer and any number of readers; `active` is the number of the file that grows."""
 
     def __init__(self, folder: Path, *, after: int = 0, segment_bytes: int = 64 * 2**20) -> None:
         """Open or create the folder, and begin a file; raises StorageError if it cannot be written.
@@ -47,17 +47,12 @@ class Results:
         except OSError as exc:
             raise StorageError(f"results cannot be written to {folder}: {exc.strerror}; free space or choose another folder") from exc
 
-    @property
-    def active(self) -> int:
-        """Number of the file that grows."""
-        return self._active
-
     def append(self, data: bytes) -> Location:
         """Append a record; raises StorageError, with everything before it intact, if the disk is full or fails."""
         try:
             if self._end > self._segment_bytes:
                 full = self._fd
-                self._begin(self._active + 1)  # first, because closing a descriptor twice might close one that was reused
+                self._begin(self.active + 1)  # first, because closing a descriptor twice might close one that was reused
                 os.close(full)
             rest = memoryview(_HEADER.pack(len(data), zlib.crc32(data)) + data)
             end = self._end
@@ -66,7 +61,7 @@ class Results:
                 end, rest = end + written, rest[written:]
         except OSError as exc:
             raise StorageError(f"a result cannot be written to {self._folder}: {exc.strerror}; free space") from exc
-        location = Location(self._active, self._end, len(data))
+        location = Location(self.active, self._end, len(data))
         self._end = end  # only now, so that the rest of a failed write is overwritten
         return location
 
@@ -87,7 +82,7 @@ class Results:
     def delete_before(self, segment: int) -> None:
         """Delete the files with numbers below `segment`, except the one that grows."""
         for number in self._segments():
-            if number < min(segment, self._active):
+            if number < min(segment, self.active):
                 self._path(number).unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -96,7 +91,7 @@ class Results:
 
     def _begin(self, segment: int) -> None:
         self._fd = os.open(self._path(segment), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self._active = segment
+        self.active = segment
         self._end = 0
         sync(self._folder)
 

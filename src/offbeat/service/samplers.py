@@ -218,7 +218,8 @@ class Samplers:
             self._base_models.resolve(row.base_model)  # the model may have been on another server
             yield ""
             return
-        self._demand_checkpoint(row)
+        if row.path and not self._stands(row):
+            raise RequestError(f"the checkpoint {row.path} was deleted, replaced or made private, so this sampler has ended")
         try:
             with counted(self._busy, row.folder):
                 yield await self._pin(row.folder)
@@ -229,10 +230,6 @@ class Samplers:
     def uses(self, folder: str) -> bool:
         """Whether a snapshot is in this folder, or a sample is being made from it. `Checkpoints.release` is called when neither is."""
         return folder in self._busy or any(row.folder == folder and not row.path for row in self._rows.values())
-
-    def _demand_checkpoint(self, row: SamplerRow) -> None:
-        if row.path and not self._stands(row):
-            raise RequestError(f"the checkpoint {row.path} was deleted, replaced or made private, so this sampler has ended")
 
     def _stands(self, row: SamplerRow) -> bool:
         """Whether the checkpoint from which a sampler was made still exists unchanged and its owner may read it."""

@@ -239,7 +239,9 @@ async def open_core(
         adapters, base_models, store, futures, folder=folder, others=others.values(),
         settings=ServiceSettings(
             settings.max_tokens_per_pass, settings.session_timeout_s, settings.gap_patience_s, settings.orphan_retention_s,
-            max_resident_models=settings.max_resident_models or _max_resident(config), session_retention_s=settings.session_retention_s,
+            session_retention_s=settings.session_retention_s, max_resident_models=settings.max_resident_models or max_resident(
+                read_model_config(config.model.path or str(config.run_dir / "model")), rank=config.model.lora.rank,
+                num_ranks=config.train.num_ranks),
             parked_retention_s=settings.parked_retention_s, sampler_timeout_s=settings.sampler_timeout_s))
     sampling = SamplingService(
         service.samplers, engines=trained, others=others, futures=futures, usage=usage,
@@ -250,12 +252,6 @@ async def open_core(
         finally:
             await sampling.close()
             await service.close()
-
-
-def _max_resident(config: Config) -> int:
-    """Return the number of models for which the ranks on this machine have room."""
-    base = read_model_config(config.model.path or str(config.run_dir / "model"))
-    return max_resident(base, rank=config.model.lora.rank, num_ranks=config.train.num_ranks)
 
 
 async def _sweep(futures: Futures, samplers: Samplers) -> None:

@@ -6,8 +6,9 @@ An error is `{"detail": one sentence}`. Status 5xx is for errors that are not th
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from functools import partial
 
 from starlette.applications import Starlette
@@ -15,11 +16,12 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from offbeat.chat.refusals import error_response, no_such_endpoint
 from offbeat.chat.sending import ChatResponse
 from offbeat.connections import write_detail
+from offbeat.fleet.slots import counted
 from offbeat.service.app.auth import LOCAL_NAMES, HostNames, NamesGate, authenticate
 from offbeat.service.app.body import Bodies
 from offbeat.service.app.journal import Journal
@@ -41,7 +43,7 @@ def make_app(
         max_requests_of_one: requests that one owner may have under way, including polls.
     """
     gate = RequestGate(keys, bodies, journal, max_requests_of_one=max_requests_of_one)
-    routes = [Route(endpoint.path, gate.guard(endpoint), methods=[endpoint.method]) for endpoint in endpoints]
+    routes = [Route(endpoint.path, _Guarded(gate, endpoint), methods=[endpoint.method]) for endpoint in endpoints]
     middleware = [Middleware(NamesGate, names=names)] if keys.any_will_do else []
     no_endpoint = partial(no_such_endpoint, own=write_detail)
     return Starlette(routes=[*public, *routes], middleware=middleware, exception_handlers={HTTPException: no_endpoint})
@@ -58,22 +60,11 @@ class RequestGate:
         self._max_requests_of_one = max_requests_of_one
         self._requests: Counter[str] = Counter()
 
-    @contextmanager
-    def _counted(self, owner: str) -> Iterator[None]:
+    def _counted(self, owner: str) -> AbstractContextManager[None]:
         """Count a request as under way; raises OverLimitError if its owner has too many, since each holds a connection."""
         if self._requests[owner] >= self._max_requests_of_one:
             raise OverLimitError(f"you have {self._max_requests_of_one} requests under way, as many as you may at a time; send fewer")
-        self._requests[owner] += 1
-        try:
-            yield
-        finally:
-            self._requests[owner] -= 1
-            if not self._requests[owner]:
-                del self._requests[owner]
-
-    def guard(self, endpoint: Endpoint) -> ASGIApp:
-        """Wrap an endpoint's handler so that it needs a key."""
-        return _Guarded(self, endpoint)
+        return counted(self._requests, owner)
 
     async def answer_request(self, endpoint: Endpoint, http: Request, send: Send) -> None:
         start, owner = time.monotonic(), ""
@@ -86,12 +77,12 @@ class RequestGate:
                 detail=detail)
 
         try:
-            with ExitStack() as counted:
+            with ExitStack() as under_way:
                 detail = ""
                 try:
                     caller = authenticate(http, self._keys)
                     owner = caller.owner
-                    counted.enter_context(self._counted(owner))
+                    under_way.enter_context(self._counted(owner))
                     async with self._bodies.reading(
                         http, owner, max_bytes=endpoint.max_body_bytes, may_be_packed=endpoint.max_body_bytes is None,
                     ) as body:
@@ -104,19 +95,19 @@ class RequestGate:
                 if isinstance(response, ChatResponse):  # it waits now, and holds its connection for as long
                     response.ended = note_end
                 else:
-                    counted.close()
+                    under_way.close()
                     note_end(response.status_code, detail)
                 await response(http.scope, http.receive, send)
         finally:
             current_request.reset(token)
 
 
+@dataclass(frozen=True)
 class _Guarded:
     """An endpoint behind the gate, as a whole ASGI application, because the gate also sends the answer."""
 
-    def __init__(self, gate: RequestGate, endpoint: Endpoint) -> None:
-        self._gate = gate
-        self._endpoint = endpoint
+    gate: RequestGate
+    endpoint: Endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._gate.answer_request(self._endpoint, Request(scope, receive), send)
+        await self.gate.answer_request(self.endpoint, Request(scope, receive), send)

@@ -71,12 +71,9 @@ class Archives:
 
 def stream(files: Mapping[str, Path], *, base_model: str) -> StreamingResponse:
     """Stream the files of an adapter, in which the base model has its name for clients; raises OSError if a file cannot be read."""
-    stack = ExitStack()
-    try:
-        parts: dict[str, io.BufferedIOBase] = {name: stack.enter_context(path.open("rb")) for name, path in files.items()}
-    except OSError:
-        stack.close()
-        raise
+    with ExitStack() as opened:
+        parts: dict[str, io.BufferedIOBase] = {name: opened.enter_context(path.open("rb")) for name, path in files.items()}
+        stack = opened.pop_all()
     if (about := parts.get(_ABOUT)) is not None:  # clients must not learn where the trainers have the base model
         named = json.loads(about.read()) | {"base_model_name_or_path": base_model}
         parts[_ABOUT] = io.BytesIO(json.dumps(named, indent=2).encode())

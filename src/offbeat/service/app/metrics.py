@@ -16,6 +16,9 @@ _COUNTS = {
     "rank_deaths": "Train ranks whose process ended", "trainer_restarts": "Restarts of all train ranks",
     "quarantines": "Engines taken out of service", "engine_restarts": "Restarts of engines that were tried",
     "failed_loads": "Adapters that an engine could not load"}
+_OF_OWNERS = {
+    "models": "Models of an owner", "queued_tokens": "Its tokens under way", "queued_bytes": "Memory for them",
+    "sessions": "Sessions of an owner", "disk_bytes": "Its checkpoints and answers", "checkpoints": "How many", "samplers": "Its samplers"}
 
 
 class StatusCollector(Collector):
@@ -40,14 +43,8 @@ class StatusCollector(Collector):
         yield _labelled("offbeat_queue_tokens", "Its tokens", "queue", {name: queue.tokens for name, queue in queues.items()})
         yield _labelled(
             "offbeat_queue_oldest_wait_seconds", "Its longest wait", "queue", {name: q.oldest_wait_s for name, q in queues.items()})
-        yield _labelled("offbeat_owner_models", "Models of an owner", "owner", {o.owner: o.models for o in status.owners})
-        yield _labelled("offbeat_owner_queued_tokens", "Its tokens under way", "owner", {o.owner: o.queued_tokens for o in status.owners})
-        yield _labelled("offbeat_owner_queued_bytes", "Memory for them", "owner", {o.owner: o.queued_bytes for o in status.owners})
-        yield _labelled("offbeat_owner_sessions", "Sessions of an owner", "owner", {o.owner: o.sessions for o in status.owners})
-        yield _labelled(
-            "offbeat_owner_disk_bytes", "Its checkpoints and answers", "owner", {o.owner: o.disk_bytes for o in status.owners})
-        yield _labelled("offbeat_owner_checkpoints", "How many", "owner", {o.owner: o.checkpoints for o in status.owners})
-        yield _labelled("offbeat_owner_samplers", "Its samplers", "owner", {o.owner: o.samplers for o in status.owners})
+        for name, text in _OF_OWNERS.items():
+            yield _labelled(f"offbeat_owner_{name}", text, "owner", {o.owner: getattr(o, name) for o in status.owners})
         for name, text in _COUNTS.items():
             yield CounterMetricFamily(f"offbeat_{name}", text, getattr(status.counts, name))
         yield _labelled(

@@ -5,7 +5,7 @@ import asyncio
 from starlette.responses import Response
 
 from offbeat.errors import StorageError
-from offbeat.service.app.reply import Call, Endpoint, Served, answer, payload
+from offbeat.service.app.reply import Call, Endpoint, Served, answer
 from offbeat.service.sampling import SamplingService
 from offbeat.service.service import ServiceCore
 from offbeat.service.types import Pending, SampleRequest
@@ -61,5 +61,5 @@ class SamplingRoutes:
             await asyncio.sleep(_PAUSE_S)  # clients retry at once and ignore `retry-after`
             raise
         if not isinstance(found, Pending):
-            return payload(found)
+            return Response(found.data, headers={"content-type": found.content_type})
         return answer(rest.pending(request_id, found), status=_NOT_YET)

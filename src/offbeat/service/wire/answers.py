@@ -111,15 +111,9 @@ def _sequence(sequence: SampledSequence) -> Mapping[str, Any]:
 
 
 def _top(top: TopTokens) -> Mapping[str, Any]:
-    ids, logprobs = _filled(top)
-    length, k = ids.shape
-    return {"token_ids": _ints(ids), "logprobs": _floats(logprobs), "k": k, "length": length}
-
-
-def _filled(top: TopTokens) -> tuple[np.ndarray, np.ndarray]:
-    """Return IDs and log-probabilities with the protocol's values in empty cells: [L, K] int32 and [L, K] float32."""
     empty = top.ids < 0
-    return np.where(empty, 0, top.ids).astype(np.int32), np.where(empty, _NO_LOGPROB, top.logprobs).astype(np.float32)
+    ids, logprobs = np.where(empty, 0, top.ids), np.where(empty, _NO_LOGPROB, top.logprobs)
+    return {"token_ids": _ints(ids), "logprobs": _floats(logprobs), "k": ids.shape[1], "length": ids.shape[0]}
 
 
 def _tensor(values: np.ndarray) -> Mapping[str, Any]:
