@@ -127,8 +127,12 @@ ADDITIONS = {
         "cli/main.py": [('    "launch": Command("machine"', '    "toy": Command("machine", "toy", "print a toy"),\n')],
     }, files={
         "cli/toy.py":
-            "def add_parser(subparsers):\n"
-            "    subparsers.add_parser('toy').set_defaults(run=lambda args, overrides: print('a toy') or 0)\n",
+            'DESCRIPTION = EXAMPLES = ""\n\n\n'
+            "def add_arguments(parser):\n"
+            "    pass\n\n\n"
+            "def run(args, overrides):\n"
+            "    print('a toy')\n"
+            "    return 0\n",
     }),
     "kind of training": Addition({
         "config/learning.py": [

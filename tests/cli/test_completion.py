@@ -38,7 +38,7 @@ def test_bash_completes_commands_options_settings_and_values(script: Path) -> No
     assert completed(script, "train", "run.toml", "--rollout.group") == ["--rollout.group_size"]
     assert completed(script, "train", "--json", "run.toml", "--on", "--rollout.on_stale", "re") == ["requeue"]
     assert completed(script, "train", "run.toml", "--run.warm_up", "") == ["true", "false"]
-    for command in ("report", "compare", "rollouts", "watch"):
+    for command in ("report", "compare", "rollouts", "watch", "diff", "replay", "push", "engine"):
         assert completed(script, command, "--rollout.") == [], "it takes no settings"
     assert completed(script, "train", "ru") == [], "bash itself completes files"
 

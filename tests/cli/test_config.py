@@ -15,10 +15,9 @@ from train_samples import build_model
 
 def call(*argv):
     parser = argparse.ArgumentParser()
-    config.add_parser(parser.add_subparsers())
-    overrides, rest = split_overrides(["config", *argv])
-    args = parser.parse_args(rest)
-    return args.run(args, overrides)
+    config.add_arguments(parser)
+    overrides, rest = split_overrides(argv)
+    return config.run(parser.parse_args(rest), overrides)
 
 
 def test_show_prints_the_file_with_its_overrides_as_a_file_that_loads(tmp_path, capsys):

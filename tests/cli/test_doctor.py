@@ -5,19 +5,16 @@ import json
 import subprocess
 import sys
 
-import pytest
-
 from offbeat.cli import doctor
+from offbeat.cli.main import main
 from offbeat.cpu import Cpu
-from offbeat.errors import ConfigError
 from offbeat.machine import Device
 
 
 def call(*argv):
     parser = argparse.ArgumentParser()
-    doctor.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["doctor", *argv])
-    return args.run(args, [])
+    doctor.add_arguments(parser)
+    return doctor.run(parser.parse_args(argv))
 
 
 def test_json_lists_every_check_of_this_machine(capsys):
@@ -90,9 +87,9 @@ def test_the_command_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_settings_are_refused():
-    with pytest.raises(ConfigError, match="takes no settings"):
-        doctor.run(argparse.Namespace(json=False), [("run.name", "x")])
+def test_settings_are_refused(capsys):
+    assert main(["doctor", "--run.name", "x"]) == 2
+    assert "doctor takes no settings, got --run.name; check a configuration with offbeat config check" in capsys.readouterr().err
 
 
 def test_what_the_cpu_multiplies_quickly_is_said() -> None:

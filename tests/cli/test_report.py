@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from offbeat.cli import report
-from offbeat.errors import ConfigError, DataError
+from offbeat.cli.main import main
+from offbeat.errors import DataError
 
 
 def call(*argv):
     parser = argparse.ArgumentParser()
-    report.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["report", *argv])
-    return args.run(args, [])
+    report.add_arguments(parser)
+    return report.run(parser.parse_args(argv))
 
 
 def test_the_path_of_the_report_is_printed(tmp_path, capsys):
@@ -23,8 +23,8 @@ def test_the_path_of_the_report_is_printed(tmp_path, capsys):
     assert (tmp_path / "report.html").exists()
 
 
-def test_a_folder_that_is_no_run_and_settings_are_refused(tmp_path):
+def test_a_folder_that_is_no_run_and_settings_are_refused(tmp_path, capsys):
     with pytest.raises(DataError):
         call(str(tmp_path))
-    with pytest.raises(ConfigError, match="takes no settings, got --run.name"):
-        report.run(argparse.Namespace(run_dir=tmp_path), [("run.name", "x")])
+    assert main(["report", str(tmp_path), "--run.name", "x"]) == 2
+    assert "report takes no settings, got --run.name; a report shows the run as it was configured" in capsys.readouterr().err

@@ -11,17 +11,16 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.cli.common import add_json_argument
-from offbeat.cli.main import refuse_settings
 from offbeat.data.row import Prompt
 from offbeat.errors import ConfigError, printable
-from offbeat.evaluation.comparison import RewardChange, SetComparison, compare
+from offbeat.evaluation.comparison import SetComparison, compare
 from offbeat.evaluation.find import find_evaluation
 
-_WIDTH = 1000
+WIDTH = 1000
 """Width of the table in characters: a narrow terminal wraps its lines instead of cutting figures."""
 _MOST_TEXT = 300
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Compare two evaluations of the same prompts. A and B are each a run (its last evaluation), the file or folder that `offbeat eval` has
 written (FILE.json:MODEL of several models), or a file of answers, such as runs/NAME/evaluations/step-000000.jsonl.zst.
 
@@ -29,7 +28,7 @@ For each set it prints the difference B - A of every score with its 95 % interva
 exact test where every prompt has one answer, right or wrong), and the prompts whose rewards changed most.
 """
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   offbeat compare runs/a runs/b
   offbeat compare runs/a/evaluations/step-000000.jsonl.zst runs/a
@@ -37,19 +36,16 @@ examples:
 """
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = subparsers.add_parser("compare", description=_DESCRIPTION, epilog=_EXAMPLES)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", metavar="A", help="the evaluation or run that is compared with")
     parser.add_argument("second", metavar="B", help="the evaluation or run that may be better")
     parser.add_argument(
         "--changes", type=int, default=5, metavar="N", help="show the N prompts of each set whose mean reward changed most (default: 5)")
     add_json_argument(parser)
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
+def run(args: argparse.Namespace) -> int:
     """Compare and print; raises ConfigError for an invalid option, DataError without two evaluations that have something in common."""
-    refuse_settings(overrides, "compare", "evaluations are compared as they are")
     if args.changes < 0:
         raise ConfigError(f"--changes must be at least 0, got {args.changes}")
     first, second = find_evaluation(args.first), find_evaluation(args.second)
@@ -57,7 +53,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     if args.json:
         print(json.dumps({"first": args.first, "second": args.second, "sets": [_as_json(each) for each in compared]}, ensure_ascii=False))
         return 0
-    terminal = Terminal(highlight=False, width=_WIDTH)
+    terminal = Terminal(highlight=False, width=WIDTH)
     terminal.print(Text(f"A  {args.first}\nB  {args.second}\n"))
     print_differences(compared, terminal)
     for name, own, other in (("A", first, second), ("B", second, first)):
@@ -109,8 +105,4 @@ def _as_json(compared: SetComparison) -> dict[str, Any]:
         "set": compared.title, "prompts": compared.num_prompts, "only_first": compared.num_only_first,
         "only_second": compared.num_only_second, "mismatch": compared.mismatch,
         "differences": [asdict(each) | {"difference": each.difference} for each in compared.differences],
-        "changes": [_change(each) for each in compared.changes]}
-
-
-def _change(change: RewardChange) -> dict[str, Any]:
-    return asdict(change) | {"difference": change.difference}
+        "changes": [asdict(each) | {"difference": each.difference} for each in compared.changes]}

@@ -2,22 +2,20 @@
 
 import argparse
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
-from offbeat.cli.main import COMMANDS, build_parser, refuse_settings
+from offbeat.cli.main import COMMANDS, build_parser
 from offbeat.config.load import settings
 from offbeat.errors import MissingExtraError
 
-_WITHOUT_SETTINGS = ("compare", "engine", "doctor", "report", "rollouts", "watch", "init", "completion", "docs")
-
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Print a script that lets a shell complete commands, their options, and settings with their choices. It is made from what is installed, so
 print it again after an update.
 """
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   offbeat completion bash > ~/.local/share/bash-completion/completions/offbeat
   offbeat completion zsh > "${fpath[1]}/_offbeat"
@@ -69,15 +67,12 @@ class Words:
     settings: bool = False
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = subparsers.add_parser("completion", description=_DESCRIPTION, epilog=_EXAMPLES)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell that reads the script")
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
+def run(args: argparse.Namespace) -> int:
     """Print the script; raises ConfigError if settings were given."""
-    refuse_settings(overrides, "completion")
     print({"bash": bash_script, "zsh": zsh_script, "fish": fish_script}[args.shell](), end="")
     return 0
 
@@ -95,7 +90,8 @@ def words_of(command: str) -> Words:
         for action in actions if action.option_strings)
     positional = next((action for action in actions if not action.option_strings and action.choices), None)
     choices = tuple(map(str, positional.choices)) if positional is not None and positional.choices else ()
-    return Words(options, choices, command not in _WITHOUT_SETTINGS)
+    takes_settings = COMMANDS[command].no_settings is None and command != "engine"  # which has options alone
+    return Words(options, choices, takes_settings)
 
 
 def setting_options() -> Iterator[Option]:

@@ -26,7 +26,7 @@ from offbeat.runs.step_choice import shape_of, step_choices
 
 _MEMORY_TIMEOUT_S = 300
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Show, check or explain configurations, and what a run chose where its configuration left a setting open.
 
   show   print every setting of a run, defaults included, as TOML; with --basic only those that a first run needs
@@ -37,7 +37,7 @@ Show, check or explain configurations, and what a run chose where its configurat
   docs   print the reference of all settings as Markdown
 """
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   offbeat config show                                         all defaults
   offbeat config show --basic                                 what a first run needs, of some three hundred settings
@@ -50,15 +50,13 @@ examples:
 """
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = subparsers.add_parser("config", description=_DESCRIPTION, epilog=_EXAMPLES)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("show", "check", "plan", "docs"), help="what to do")
     parser.add_argument("config", nargs="?", metavar="CONFIG", help=(
         "TOML file; the defaults if left out; --section.key value changes it. With plan, a run's folder"))
     add_named_arguments(parser, data="rows to train on: a file, a folder, a hub id or a built-in task", rewards=True)
     parser.add_argument("--basic", action="store_true", help="with show: print only the settings that a first run needs")
     parser.add_argument("--memory", action="store_true", help="with check: estimate the memory of a train rank on a GPU")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:

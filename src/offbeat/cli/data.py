@@ -28,13 +28,13 @@ _MOST_REASONS = 10
 _OPEN, _CLOSE = "⟦", "⟧"
 """Marks around trained tokens, where there are no colours."""
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Show the first rows of the data as the model will see them: the text of their tokens, with the trained tokens in green (in ⟦ ⟧
 without colours), the number of tokens, and the number of rows that cannot be used, with the reasons. With `prune`, remove the images
 that are stored beside runs, in .images, and that only runs used whose folders are gone.
 """
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   offbeat data show task.toml                     prompts of reinforcement learning, or preferences if the data has them
   offbeat data show task.toml --as sft -n 1       rows of `offbeat sft`, with the tokens that it trains on
@@ -44,14 +44,12 @@ examples:
 """
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = subparsers.add_parser("data", description=_DESCRIPTION, epilog=_EXAMPLES)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("show", "prune"), help="what to do")
     add_config_argument(parser, optional=True)
     add_named_arguments(parser, data="rows to show: a file, a folder, a hub id or a built-in task")
     parser.add_argument("-n", type=int, default=3, metavar="ROWS", help="number of rows to show (default 3)")
     parser.add_argument("--as", dest="kind", choices=tuple(_KINDS), help="rl, sft or pairs; by default what the rows are")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:

@@ -2,36 +2,31 @@
 
 import argparse
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from offbeat.cli.common import add_json_argument
-from offbeat.cli.main import refuse_settings
 from offbeat.runs.run_difference import compare_runs
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Compare two runs. It prints the first step at which they part, with the group and token, or the metric; and what changed between their
 settings, data, model, code and versions. The exit status is 0 if they do the same in all steps that both have, 1 if they part.
 """
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   offbeat diff runs/a runs/b
 """
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = subparsers.add_parser("diff", description=_DESCRIPTION, epilog=_EXAMPLES)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", metavar="A", type=Path, help="a run's folder, such as runs/my-run")
     parser.add_argument("second", metavar="B", type=Path, help="the folder of another run")
     add_json_argument(parser)
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
+def run(args: argparse.Namespace) -> int:
     """Compare and print; raises ConfigError if settings were given, or one is not the folder of a run."""
-    refuse_settings(overrides, "diff", "runs are compared as they are")
     found = compare_runs(args.first, args.second)
     if args.json:
         print(json.dumps(asdict(found), ensure_ascii=False))

@@ -23,7 +23,6 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.agents.tools.sandbox import confinement, described
-from offbeat.cli.main import refuse_settings
 from offbeat.config.root import Config
 from offbeat.cpu import Cpu, this_cpu
 from offbeat.machine import cgroup, smallest_device
@@ -51,12 +50,12 @@ names = [torch.cuda.get_device_name(i) for i in range(count)] if accelerator and
 print(json.dumps({"version": torch.__version__, "type": accelerator.type if accelerator else "cpu", "count": count, "names": names}))
 """
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Check Python, torch, devices, cores, memory, disk and optional packages, say how to fix what is missing, and show the defaults that a run
 would choose on this machine. The exit code is 1 if something is missing that every run needs.
 """
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   offbeat doctor
   offbeat doctor --json | jq '.[] | select(.status != "ok")'
@@ -76,15 +75,12 @@ class Check:
     advice: str = ""
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = subparsers.add_parser("doctor", description=_DESCRIPTION, epilog=_EXAMPLES)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print a JSON list of checks instead of a table")
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
+def run(args: argparse.Namespace) -> int:
     """Print all checks; return 1 if one failed. Raises ConfigError if settings were given, on which no check depends."""
-    refuse_settings(overrides, "doctor", "check a configuration with offbeat config check")
     checks = all_checks()
     if args.json:
         print(json.dumps([asdict(check) for check in checks], indent=2, ensure_ascii=False))

@@ -24,7 +24,7 @@ from offbeat.listening import bind
 from offbeat.runs.number_format import engine_format, slow_dtype
 from offbeat.runs.threads import usable_cores
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Serve a Hugging Face causal language model: /v1/completions and /v1/chat/completions with streaming, token ids, log-probabilities and weight
 versions, chats with tools also as /v1/responses and /v1/messages, continuous batching, /health and Prometheus /metrics. Runs until Ctrl-C.
 
@@ -35,7 +35,7 @@ Chats with images are answered if the model reads them (`offbeat docs images`).
 Log-probabilities are those of the distribution that was sampled: after temperature, top-k and top-p; at temperature 0, of temperature 1.
 """
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   offbeat engine --model runs/quickstart/export --port 8001
   curl -s localhost:8001/v1/completions -H 'content-type: application/json' -d '{"prompt": "31752046>", "max_tokens": 10, "temperature": 0}'
@@ -46,8 +46,7 @@ _MOST_STORED_BYTES = 8 << 30
 """Bytes of processed images that chats may leave on disk while the engine runs."""
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = subparsers.add_parser("engine", description=_DESCRIPTION, epilog=_EXAMPLES)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="PATH", help="folder or hub id of the model, its tokenizer included")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; one that other machines can reach needs a key")
     parser.add_argument("--port", type=int, default=8001, help="port to listen on; 0 chooses a free one (default: 8001)")
@@ -85,7 +84,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--images", metavar="FOLDER", help="folder that paths of images in chats may lead to (default: images come as data URIs alone)")
     parser.add_argument("--key-file", metavar="FILE", help="file with the required bearer token (default: $OFFBEAT_API_KEY)")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:

@@ -15,9 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.cli.common import add_json_argument, keep_private
-from offbeat.cli.compare import print_differences
+from offbeat.cli.compare import WIDTH, print_differences
 from offbeat.config.load import load_config
-from offbeat.config.root import Config
 from offbeat.errors import ConfigError, DataError
 from offbeat.evaluation.comparison import compare
 from offbeat.evaluation.files import samples_beside
@@ -29,13 +28,10 @@ from offbeat.telemetry.evaluation_log import RESULT_NAME
 if TYPE_CHECKING:
     from offbeat.runs.evaluation import OnProgress, Progress
 
-_WIDTH = 1000
-"""Width of the table in characters: a narrow terminal wraps its lines instead of cutting figures."""
-
 _OF_ONE_PROCESS = (("run.mode", "controller"), ("rollout.single_rank_load", "true"))
 """Settings of a run that do not hold for the evaluation of its export."""
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Evaluate models on the configured held-out prompts and evaluation sets. CONFIG is a TOML file, or the folder of a run, whose settings are
 used and whose export is evaluated. Each MODEL is a model's folder or hub id, the folder of a LoRA adapter (its base is --model.path, or
 the one that it names), a run's folder, or the URL of an OpenAI-style endpoint (URL#NAME if it has several models). Without a MODEL, the
@@ -44,7 +40,7 @@ model at model.path is evaluated. Given several, each is compared with the first
 Scores are written as JSON to FILE, or to evaluation.json in the folder NAME-eval, and answers with their texts as JSON lines beside it.
 """
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   offbeat eval task.toml --model.path runs/my-run/export
   offbeat eval runs/my-run --checkpoint best
@@ -52,8 +48,7 @@ examples:
 """
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = subparsers.add_parser("eval", description=_DESCRIPTION, epilog=_EXAMPLES)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="TOML file, or a run's folder; --section.key value changes a setting")
     parser.add_argument("models", metavar="MODEL", nargs="*", help="what to evaluate (default: the run, or model.path)")
     parser.add_argument("--checkpoint", default="", metavar="WHICH", help="export of a run: last, best or a step's number (default: last)")
@@ -61,7 +56,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--key-env", default=KEY_ENV, metavar="NAME", help=f"environment variable with the key of endpoints (default: {KEY_ENV})")
     add_json_argument(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
@@ -83,12 +77,9 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
             print(json.dumps({"model": result.model, **result.metrics()}, ensure_ascii=False))
         return 0
     _print(results)
-    print(f"answers: {samples_beside(args.output or _default_output(config))}")
+    output = args.output or config.run_dir.with_name(f"{config.run.name}-eval") / RESULT_NAME
+    print(f"answers: {samples_beside(output)}")
     return 0
-
-
-def _default_output(config: Config) -> Path:
-    return config.run_dir.with_name(f"{config.run.name}-eval") / RESULT_NAME
 
 
 def _print(results: Sequence[ModelResult]) -> None:
@@ -124,12 +115,12 @@ def print_table(results: Sequence[ModelResult]) -> None:
         table.add_row(
             each.name or "held-out", *([model] if several else []), str(each.num_prompts), f"{each.accuracy:.3f}",
             f"{low:.3f} to {high:.3f}", f"{each.reward_mean:.3f}", *own, str(each.num_failed))
-    Terminal(highlight=False, width=_WIDTH).print(table)
+    Terminal(highlight=False, width=WIDTH).print(table)
 
 
 def _compare(first: ModelResult, others: Sequence[ModelResult]) -> None:
     """Print the differences of each other model from the first, prompt by prompt."""
-    terminal = Terminal(highlight=False, width=_WIDTH)
+    terminal = Terminal(highlight=False, width=WIDTH)
     for other in others:
         terminal.print(Text(f"\nA  {first.model}\nB  {other.model}"))
         try:

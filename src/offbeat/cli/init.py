@@ -5,10 +5,8 @@ import json
 import random
 import re
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
-from offbeat.cli.main import refuse_settings
 from offbeat.errors import ConfigError, StorageError
 
 _RUN = "my-task"
@@ -16,12 +14,12 @@ _RUN = "my-task"
 _NUM_ROWS = 4000
 _NUM_DIGITS = 8
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Write a folder with a task to start from: data.jsonl, reward.py, task.toml and README.md. As written, they train a small model from random
 weights to sort digits, in about a minute; replace each file by your own. No existing file is overwritten.
 """
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   offbeat init my-task && cd my-task && offbeat train task.toml
 """
@@ -115,16 +113,13 @@ Then put your own rows, reward and lengths in the place of these. Any setting ca
 """
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = subparsers.add_parser("init", description=_DESCRIPTION, epilog=_EXAMPLES)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "folder", nargs="?", default=_RUN, metavar="FOLDER", help="where to write it; the run gets its name (default: my-task)")
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
+def run(args: argparse.Namespace) -> int:
     """Write the folder; raises ConfigError if a file is there already or settings were given, StorageError if it cannot be written."""
-    refuse_settings(overrides, "init", "write it into task.toml")
     folder = Path(args.folder)
     name = _run_name(folder)
     files = {"data.jsonl": _rows(), "reward.py": _REWARD} | {

@@ -10,7 +10,7 @@ from offbeat.config.root import TRAINING_KINDS
 from offbeat.errors import StorageError
 from offbeat.runs.slurm import SlurmJob, slurm_script
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Write a Slurm batch script that runs CONFIG, to the terminal or into a file, without starting anything.
 
 On one node, the script starts the run, which starts its train ranks and engines and assigns the node's GPUs to them. On several nodes, the
@@ -19,7 +19,7 @@ The beginning of the script states its assumptions, such as a disk that all node
 given here are passed on.
 """
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   offbeat launch slurm run.toml --output job.sh && sbatch job.sh
   offbeat launch slurm run.toml --gpus-per-node 4 --partition gpu --account lab --time 2-00:00:00 --setup 'module load cuda/12.8'
@@ -31,8 +31,7 @@ what a rank of a model takes on a GPU.
 """
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = subparsers.add_parser("launch", description=_DESCRIPTION, epilog=_EXAMPLES)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("where", choices=("slurm",), help="the cluster's scheduler")
     parser.add_argument("config", metavar="CONFIG", help="TOML file; --section.key value changes a setting, and is passed on")
     parser.add_argument("--output", metavar="FILE", help="write the script to this file (default: print it)")
@@ -47,7 +46,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--python", default=sys.executable, metavar="PATH", help="Python that has Offbeat (default: this one)")
     parser.add_argument(
         "--command", choices=(*TRAINING_KINDS, "eval"), default="train", help="what is run (default: train)")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, overrides: Sequence[Override]) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -33,6 +34,7 @@ class Command:
         needs_train: whether it loads models or runs workers, for which the extra `train` must be installed. Such work goes on when
             nobody reads its output any more.
         training: the kind of training that it does, which its module is given.
+        no_settings: why it takes no settings, or what to do instead; None if it takes them.
     """
 
     group: str
@@ -40,28 +42,35 @@ class Command:
     summary: str
     needs_train: bool = False
     training: TrainingKind | None = None
+    no_settings: str | None = None
 
 
 COMMANDS = {
     "quickstart": Command("train", "quickstart", "learn to sort digits from scratch, in about a minute", needs_train=True),
-    "init": Command("train", "init", "write a folder with a task of your own to begin with"),
+    "init": Command("train", "init", "write a folder with a task of your own to begin with", no_settings="write it into task.toml"),
     "config": Command("train", "config", "show, check or explain configurations"),
     **{name: Command("train", "train", kind.summary, needs_train=True, training=kind) for name, kind in TRAINING_KINDS.items()},
     "data": Command("data and evaluation", "data", "show what the model will see of the data", needs_train=True),
     "eval": Command("data and evaluation", "evaluate", "measure held-out accuracy", needs_train=True),
-    "compare": Command("data and evaluation", "compare", "compare two evaluations or runs, prompt by prompt"),
-    "rollouts": Command("runs", "rollouts", "list and read what the policy wrote"),
-    "watch": Command("runs", "watch", "show runs as a live page, with every rollout"),
-    "diff": Command("runs", "diff", "find where two runs part, and what changed"),
-    "replay": Command("runs", "replay", "train a run's steps again and compare them", needs_train=True),
-    "report": Command("runs", "report", "write a run's report as one HTML file"),
-    "push": Command("runs", "push", "send a run's model to a Hugging Face hub"),
+    "compare": Command(
+        "data and evaluation", "compare", "compare two evaluations or runs, prompt by prompt",
+        no_settings="evaluations are compared as they are"),
+    "rollouts": Command("runs", "rollouts", "list and read what the policy wrote", no_settings="see offbeat rollouts --help"),
+    "watch": Command("runs", "watch", "show runs as a live page, with every rollout", no_settings="see offbeat watch --help"),
+    "diff": Command("runs", "diff", "find where two runs part, and what changed", no_settings="runs are compared as they are"),
+    "replay": Command(
+        "runs", "replay", "train a run's steps again and compare them", needs_train=True, no_settings="a run is replayed with its own"),
+    "report": Command(
+        "runs", "report", "write a run's report as one HTML file", no_settings="a report shows the run as it was configured"),
+    "push": Command(
+        "runs", "push", "send a run's model to a Hugging Face hub", no_settings="the model is sent as the run has exported it"),
     "engine": Command("serving", "engine", "serve a model over HTTP", needs_train=True),
     "serve": Command("serving", "serve", "let many clients train and sample adapters over HTTP", needs_train=True),
-    "docs": Command("machine", "pages", "read a page of the documentation"),
-    "doctor": Command("machine", "doctor", "check that this machine is ready"),
+    "docs": Command("machine", "pages", "read a page of the documentation", no_settings="'offbeat config docs' lists all settings"),
+    "doctor": Command(
+        "machine", "doctor", "check that this machine is ready", no_settings="check a configuration with offbeat config check"),
     "launch": Command("machine", "launch", "write a batch script for a cluster", needs_train=True),
-    "completion": Command("machine", "completion", "print a script that completes commands and settings in a shell"),
+    "completion": Command("machine", "completion", "print a script that completes commands and settings in a shell", no_settings=""),
 }
 
 _MOST_NAMED = 4
@@ -98,7 +107,11 @@ def _run_command(argv: list[str]) -> int:
         if unknown:
             raise ConfigError(listed_errors([_no_argument(word, command) for word in _not_understood(unknown)]))
         args.debug = debug
-        return args.run(args, overrides)
+        if (instead := COMMANDS[command].no_settings) is None:
+            return args.run(args, overrides)
+        if overrides:
+            raise ConfigError(f"{command} takes no settings, got --{overrides[0][0]}{instead and f'; {instead}'}")
+        return args.run(args)
     except OffbeatError as exc:
         if debug:
             raise
@@ -139,9 +152,17 @@ def build_parser(command: str) -> argparse.ArgumentParser:
         return parser
     if COMMANDS[command].needs_train:
         require("train", TRAIN, wanted_by=command)
+    kind = COMMANDS[command].training
     with loading_hint() if COMMANDS[command].needs_train else nullcontext():
-        add_parser, training = load_module(f"offbeat.cli.{COMMANDS[command].module}").add_parser, COMMANDS[command].training
-        add_parser(commands) if training is None else add_parser(commands, training)
+        module = load_module(f"offbeat.cli.{COMMANDS[command].module}")
+    if kind is not None:
+        own = commands.add_parser(command, description=kind.description, epilog=kind.examples)
+        module.add_arguments(own, kind)
+        own.set_defaults(run=partial(module.run, kind=kind))
+    else:
+        own = commands.add_parser(command, description=module.DESCRIPTION, epilog=module.EXAMPLES)
+        module.add_arguments(own)
+        own.set_defaults(run=module.run)
     return parser
 
 
@@ -211,12 +232,6 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         print(f"offbeat {version('offbeat')}")
         parser.exit()
-
-
-def refuse_settings(overrides: Sequence[tuple[str, str]], command: str, instead: str = "") -> None:
-    """Raise ConfigError if settings are given to a command that has none; `instead` says what to do, or why."""
-    if overrides:
-        raise ConfigError(f"{command} takes no settings, got --{overrides[0][0]}{instead and f'; {instead}'}")
 
 
 def print_error(exc: OffbeatError) -> None:

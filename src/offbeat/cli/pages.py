@@ -1,37 +1,33 @@
 """`offbeat docs [PAGE]`: prints a page of the documentation, which the wheel brings along, or the list of all pages."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
-from offbeat.cli.main import refuse_settings
 from offbeat.errors import ConfigError
 
 _PACKAGE = Path(__file__).parents[1]
 _PLACES = (_PACKAGE / "pages", _PACKAGE.parents[1] / "docs")
 """Folders of the pages: in a wheel, into which setup.py copies them, and in a clone of the repository."""
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Print a page of the documentation as Markdown, or without PAGE the list of all pages. Messages and settings name pages in this way.
 """
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   offbeat docs
   offbeat docs debugging | less
 """
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = subparsers.add_parser("docs", description=_DESCRIPTION, epilog=_EXAMPLES)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("page", metavar="PAGE", nargs="?", default="", help="name of a page, such as debugging")
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
+def run(args: argparse.Namespace) -> int:
     """Print a page, or a line for each page; raises ConfigError if there is no such page, or settings were given, which no page uses."""
-    refuse_settings(overrides, "docs", "'offbeat config docs' lists all settings")
     pages = find_pages()
     if not args.page:
         width = max(map(len, pages))

@@ -1,13 +1,11 @@
 """`offbeat push RUN_DIR OWNER/NAME`: sends a run's model to a Hugging Face hub, with a model card."""
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 from offbeat.api.push import Commit, Push, plan_push, send
-from offbeat.cli.main import refuse_settings
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Send the exported model of RUN_DIR to a Hugging Face hub as OWNER/NAME, in one commit, with a model card (README.md): base model, algorithm,
 data, results of evaluations and how to use it. A README.md in the exported folder is sent instead. The card and the files name no folder
 of this machine, except adapter_config.json, unless --base-model replaces it.
@@ -16,7 +14,7 @@ The repository is created if it does not exist: public, unless --private is give
 with 'hf upload'. Token and address of the hub are those of all Hugging Face tools: $HF_TOKEN or 'hf auth login', and $HF_ENDPOINT.
 """
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   offbeat push runs/my-run your-name/my-model --dry-run
   offbeat push runs/my-run your-name/my-model --private
@@ -25,8 +23,7 @@ examples:
 """
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = subparsers.add_parser("push", description=_DESCRIPTION, epilog=_EXAMPLES)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's folder, such as runs/my-run")
     parser.add_argument("repo_id", metavar="OWNER/NAME", help="the repository on the hub")
     parser.add_argument(
@@ -38,12 +35,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--message", default="", help="message of the commit (default: one that names the run)")
     parser.add_argument("--private", action="store_true", help="create the repository as a private one")
     parser.add_argument("--dry-run", action="store_true", help="show the files and the card that would be sent, and send nothing")
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
+def run(args: argparse.Namespace) -> int:
     """Send the model and print its address, or print a list of the files that would be sent; raises as `plan_push` and `send`."""
-    refuse_settings(overrides, "push", "the model is sent as the run has exported it")
     push = plan_push(
         args.run_dir, args.repo_id, checkpoint=args.checkpoint, adapter=args.adapter, base_model=args.base_model,
         commit=Commit(args.revision, args.message), private=args.private)

@@ -22,19 +22,18 @@ _CONFIG = Path(__file__).with_name("quickstart.toml")
 _MIN_ACCURACY = 0.85
 _MIN_GAIN = 0.30
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Builds a 0.6M-parameter model with random weights, gives it a short supervised warm-up until it sorts 8 digits in 30 % of 256 held-out
 cases, and improves it with asynchronous GRPO: one process learns while another generates. Prints accuracy before and after, and writes a
 report with curves and a time line to runs/quickstart/report.html. Exit code 1 if it did not learn.
 """
+EXAMPLES = None
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = subparsers.add_parser("quickstart", description=_DESCRIPTION)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and sampling (default: 0)")
     add_json_argument(parser)
     add_dashboard_argument(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:

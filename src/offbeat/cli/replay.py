@@ -2,18 +2,17 @@
 
 import argparse
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from offbeat.cli.common import add_json_argument
-from offbeat.cli.main import loading_hint, refuse_settings
+from offbeat.cli.main import loading_hint
 from offbeat.controller.live_replay import LiveStep
 from offbeat.controller.step_replay import ReplayedStep
 from offbeat.errors import ConfigError
 from offbeat.loading import load_module
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Train the steps of a run again, from its journal and without engines, and compare every metric that is no time, the weights after each step,
 and the state of the optimizer at each checkpoint. On the same machine with the same versions, all are equal, bit for bit. Nothing is
 written into the run's folder.
@@ -21,7 +20,7 @@ written into the run's folder.
 The exit status is 0 if all steps are equal, 1 if one differs, and 2 if the run cannot be replayed.
 """
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   offbeat replay runs/my-run
   offbeat replay runs/my-run --from-step 120 --to-step 130
@@ -29,8 +28,7 @@ examples:
 """
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = subparsers.add_parser("replay", description=_DESCRIPTION, epilog=_EXAMPLES)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run's folder, such as runs/my-run")
     parser.add_argument("--from-step", type=int, metavar="N", help="first step to compare (default: the first that can be replayed)")
     parser.add_argument("--to-step", type=int, metavar="N", help="last step to compare (default: the last one)")
@@ -38,12 +36,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--live", action="store_true", help="also generate recorded answers again, and name the first token that differs")
     parser.add_argument("--groups", type=int, metavar="N", help="groups of each step to generate with --live, 0 for all (default: 1)")
     add_json_argument(parser)
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
+def run(args: argparse.Namespace) -> int:
     """Replay and print a line for each step; raises ConfigError if settings were given, or the run cannot be replayed."""
-    refuse_settings(overrides, "replay", "a run is replayed with its own")
     for name, value in (("--from-step", args.from_step), ("--to-step", args.to_step)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")

@@ -15,7 +15,6 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from offbeat.cli.main import refuse_settings
 from offbeat.dashboard.conversation import messages_of
 from offbeat.dashboard.rollout_filter import ORDERS, STATUSES, Filter
 from offbeat.dashboard.rollout_index import RolloutIndex
@@ -25,12 +24,12 @@ from offbeat.data.stored_rollouts import Address, KeptGroup, KeptTrajectory, fin
 from offbeat.data.wire import encode_json
 from offbeat.errors import ConfigError
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Print the rollouts that a run has kept, the newest first: prompts, completions and rewards, and which rollouts were rejected and why. Runs
 in progress can be read, too. The first call reads all files and keeps an index beside them; later calls are quick.
 """
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   offbeat rollouts runs/my-run
   offbeat rollouts runs/my-run --step 10 --order worst
@@ -57,8 +56,7 @@ _SCALE = ((-0.05, ""), (-0.7, "green"), (-2.3, "yellow"), (-4.6, "dark_orange"),
 """Colour of a token by its log-probability, from this bound upwards: probability above 0.95, 0.5, 0.1, 0.01, and below."""
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = subparsers.add_parser("rollouts", description=_DESCRIPTION, epilog=_EXAMPLES)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's folder, such as runs/my-run")
     parser.add_argument("--show", metavar="ID", help="print this rollout as a conversation, and its group's others; IDs are in the list")
     parser.add_argument("--step", type=int, metavar="N", help="only of this global step")
@@ -73,12 +71,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--order", default="newest", choices=ORDERS, help="order of the list (default: newest)")
     parser.add_argument("--limit", type=int, default=20, metavar="N", help="number of rollouts printed (default: 20)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line, with all fields; with --show the whole group")
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
+def run(args: argparse.Namespace) -> int:
     """Print a list of rollouts, or one; raises ConfigError for settings or an invalid filter, DataError for no such run or rollout."""
-    refuse_settings(overrides, "rollouts", "see offbeat rollouts --help")
     if not 1 <= args.limit <= _LARGEST:
         raise ConfigError(f"--limit must be at least 1 and at most 2^53, got {args.limit}")
     check_run(args.run_dir)

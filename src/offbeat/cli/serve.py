@@ -7,7 +7,7 @@ from offbeat.cli.common import keep_private
 from offbeat.config.load import Override, load_config
 from offbeat.loading import load_module
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Serve one base model to many clients of the public `tinker` SDK: each trains LoRA adapters of its own and samples from them, and all share
 the same trainers and engines. Models, checkpoints and results are kept in the data folder and survive a restart.
 
@@ -22,7 +22,7 @@ Without the file, any key that begins with tml- is accepted, and each key is an 
 --inference.engine vllm or --serve.session_timeout_s 3600; `offbeat config docs` lists them.
 """
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   offbeat serve --model runs/quickstart/export --model-name mine/sorter
   offbeat serve --model /models/Qwen3-0.6B --model-name Qwen/Qwen3-0.6B --num-engines 4 --num-ranks 4 --train.devices_per_rank 1
@@ -43,8 +43,7 @@ _SETTINGS = {
 }
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = subparsers.add_parser("serve", description=_DESCRIPTION, epilog=_EXAMPLES)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="PATH", help="folder or hub id of the base model, its tokenizer included")
     parser.add_argument(
         "--model-name", metavar="NAME", help="what clients call it and load its tokenizer by, such as org/model (default: the folder's)")
@@ -63,7 +62,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--public-status", action="store_true", default=None,
         help="show the status page and /metrics to other machines; a proxy on this one makes them public, too, if it neither passes on "
         "its own name as Host nor sends X-Forwarded-For")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, overrides: Sequence[Override]) -> int:

@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Sequence
-from functools import partial
 
 from offbeat.api.session import hearing_signals
 from offbeat.cli.common import (
@@ -19,15 +18,13 @@ from offbeat.cli.named import add_named_arguments, named_config
 from offbeat.config.training_kinds import TrainingKind
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]", kind: TrainingKind) -> None:
-    parser = subparsers.add_parser(kind.command, description=kind.description, epilog=kind.examples)
+def add_arguments(parser: argparse.ArgumentParser, kind: TrainingKind) -> None:
     add_config_argument(parser, optional=True)
     add_named_arguments(parser, data=kind.data, rewards=not kind.lesson)
     add_dashboard_argument(parser)
-    parser.set_defaults(run=partial(_train, kind))
 
 
-def _train(kind: TrainingKind, args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], kind: TrainingKind) -> int:
     """Train, and print where the report is; return 130 if stopped before the end, like any interrupted command."""
     config = named_config(args, overrides, command=kind.command)
     keep_private(config)

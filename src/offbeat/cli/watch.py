@@ -3,19 +3,17 @@
 import argparse
 import asyncio
 import secrets
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
 from offbeat.cli.keys import read_key
-from offbeat.cli.main import refuse_settings
 from offbeat.dashboard.library import RunLibrary
 from offbeat.dashboard.serving import PORT, page_url, serve_pages
 from offbeat.errors import ConfigError
 from offbeat.hosts import is_loopback
 from offbeat.listening import bind
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Serve a web page about runs, during and after training: curves, time line, processes, events, configuration, a comparison of runs, and every
 rollout that was kept, with filters and token by token. The page follows the files in the runs' folders and writes nothing except an index
 of the rollouts, which it keeps beside them. A command that trains serves the page of its own run with --dashboard.
@@ -24,7 +22,7 @@ Only programs of this machine can open it. With another --host it requires a key
 which is part of the printed address. To see a run of another machine, forward the port: ssh -L 8765:localhost:8765 MACHINE
 """
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   offbeat watch                     all runs in runs/
   offbeat watch runs/my-run
@@ -32,18 +30,15 @@ examples:
 """
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = subparsers.add_parser("watch", description=_DESCRIPTION, epilog=_EXAMPLES)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", metavar="PATH", nargs="*", type=Path, help="a run's folder, or a folder of runs (default: runs)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; one that other machines can reach needs a key")
     parser.add_argument("--port", type=int, default=PORT, help=f"port to listen on; 0 chooses a free one (default: {PORT})")
     parser.add_argument("--key-file", metavar="FILE", help="file with the required key (default: $OFFBEAT_API_KEY)")
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
+def run(args: argparse.Namespace) -> int:
     """Serve until interrupted; raises ConfigError for a bad option, DataError for a missing folder, PortBusyError for a taken port."""
-    refuse_settings(overrides, "watch", "see offbeat watch --help")
     if not 0 <= args.port <= 65535:
         raise ConfigError(f"--port must be between 0 and 65535, got {args.port}")
     is_local = is_loopback(args.host)
