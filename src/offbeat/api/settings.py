@@ -72,12 +72,13 @@ def configured(
             if data is not None:
                 values.update(settings_of_data(key, data))
         loaded = load_config(path, values=values)
-        in_memory = {key: data for key, data in rows.items() if data is not None and not is_named(data)}
+        in_memory: dict[str, Any] = {key: data for key, data in rows.items() if data is not None and not is_named(data)}
         files: dict[int, RowsFile] = {}
         called: dict[str, str] = {}
         for key, data in in_memory.items():  # a generator that is given twice is read once
-            file = files[id(data)] = files.get(id(data)) or _write(key, data, loaded)
-            called.setdefault(str(file.path), _argument(key))
+            argument = _argument(key)
+            file = files[id(data)] = files.get(id(data)) or write_rows(data, Path(loaded.run.dir) / FOLDER, argument=argument)
+            called.setdefault(str(file.path), argument)
             values.update(_layout(key, file, values))
         with named(called):
             yield load_config(path, values=values) if in_memory else loaded
@@ -255,10 +256,6 @@ def is_task(data: Rows) -> bool:
         return bool(DataConfig(task=data).task) and not Path(data).exists()
     except ValidationError:
         return False
-
-
-def _write(key: str, data: Any, config: Config) -> RowsFile:
-    return write_rows(data, Path(config.run.dir) / FOLDER, argument=_argument(key))
 
 
 def _argument(key: str) -> str:

@@ -3,8 +3,9 @@
 import re
 from collections.abc import Sequence
 from html import escape
+from typing import Any
 
-from offbeat.dashboard.charts import Chart, Series, draw, smoothed
+from offbeat.dashboard.charts import ANY_RANGE, Chart, Point, Range, Series, draw, smoothed
 from offbeat.dashboard.run_files import RunFiles
 
 Card = tuple[Chart, str]
@@ -29,129 +30,69 @@ COMPARED = (
 def main_cards(run: RunFiles) -> list[Card]:
     """Return the charts of a run's metrics; some may have no points."""
     bound = run.bound("rollout", "max_head_offpolicyness")
-    reward, loss = run.points("reward/mean"), run.points("train/loss")
     return [
         (Chart("Held-out accuracy", "", _accuracies(run), y_range=(0, 1)), "On prompts that are never trained on."),
-        (
-            Chart("Pass at K", "share", _passes(run), y_range=(0, 1)),
-            "Held-out prompts of which one of K answers is right; an estimate from all answers, without bias.",
-        ),
-        (
-            Chart("Reward", "", [Series("this step", reward, style="faint"), Series("mean of 8 steps", smoothed(reward, window=8))]),
-            "Mean over a step's samples; the strong line is the mean of 8 steps.",
-        ),
+        (Chart("Pass at K", "share", _passes(run), y_range=(0, 1)),
+         "Held-out prompts of which one of K answers is right; an estimate from all answers, without bias."),
+        (Chart("Reward", "", _with_mean(run.points("reward/mean"))), "Mean over a step's samples; the strong line is the mean of 8 steps."),
         (Chart("Rewards by name", "", _named_rewards(run)), "Mean of each named reward over a step's samples; the reward is their sum."),
-        (
-            Chart(
-                "Staleness", "versions",
-                _series(run, ("max", "rollout/staleness_max_versions", "c2"), ("mean", "rollout/staleness_mean_versions", "c1")),
-                y_range=(0, None), bound=bound, bound_label="max_head_offpolicyness"),
-            "Versions between the policy that sampled a token and the one that trains on it.",
-        ),
-        (
-            Chart(
-                "Trainer-engine log-probability gap", "nats, log scale",
-                _series(
-                    run, ("max", "policy/logprob_gap_max", "c2"), ("mean", "policy/logprob_gap_mean", "c1"),
-                    ("same weights", "policy/canary_gap", "c3")),
-                log=True),
+        _of_metrics(
+            run, "Staleness", "versions", "Versions between the policy that sampled a token and the one that trains on it.",
+            ("max", "rollout/staleness_max_versions", "c2"), ("mean", "rollout/staleness_mean_versions", "c1"),
+            bound=bound, bound_label="max_head_offpolicyness"),
+        _of_metrics(
+            run, "Trainer-engine log-probability gap", "nats, log scale",
             "|trainer − engine|: per trained token, mostly from staleness; and of the canary under the same weights, from numerics alone.",
-        ),
-        (
-            Chart(
-                "Throughput", "tokens/s",
-                _series(
-                    run, ("generated", "throughput/generated_tokens_per_s", "c3"), ("trained", "throughput/trained_tokens_per_s", "c1")),
-                y_range=(0, None)),
-            "Tokens that engines wrote, and tokens that the trainer consumed, per second.",
-        ),
-        (
-            Chart(
-                "Where a step's time goes", "s",
-                _series(
-                    run, ("whole step", "step/total_s", "c4"), ("train", "step/train_s", "c1"),
-                    ("wait for rollouts", "step/rollout_wait_s", "c2"), ("publish", "step/publish_s", "c3")),
-                y_range=(0, None)),
-            "A short wait for rollouts means that the engines keep up.",
-        ),
-        (
-            Chart(
-                "Use of the train ranks' devices", "", _series(run, ("busy", "train/busy_share", "c1"), ("MFU", "train/mfu", "c2")),
-                y_range=(0, 1)),
+            ("max", "policy/logprob_gap_max", "c2"), ("mean", "policy/logprob_gap_mean", "c1"), ("same weights", "policy/canary_gap", "c3"),
+            y_range=ANY_RANGE, log=True),
+        _of_metrics(
+            run, "Throughput", "tokens/s", "Tokens that engines wrote, and tokens that the trainer consumed, per second.",
+            ("generated", "throughput/generated_tokens_per_s", "c3"), ("trained", "throughput/trained_tokens_per_s", "c1")),
+        _of_metrics(
+            run, "Where a step's time goes", "s", "A short wait for rollouts means that the engines keep up.",
+            ("whole step", "step/total_s", "c4"), ("train", "step/train_s", "c1"), ("wait for rollouts", "step/rollout_wait_s", "c2"),
+            ("publish", "step/publish_s", "c3")),
+        _of_metrics(
+            run, "Use of the train ranks' devices", "",
             "Share of training steps in which ranks computed; and the model's operations by what the devices could have done, where known.",
-        ),
-        (
-            Chart("Loss", "", [Series("this step", loss, style="faint"), Series("mean of 8 steps", smoothed(loss, window=8))]),
-            "The policy objective; its sign and size say little by themselves.",
-        ),
-        (Chart("Gradient norm", "", _series(run, ("norm", "train/grad_norm", "c1")), y_range=(0, None)), "Before clipping."),
-        (
-            Chart("Entropy", "nats", _series(run, ("entropy", "train/entropy", "c1")), y_range=(0, None)),
-            "Per token; a fall to zero is a policy that stopped exploring.",
-        ),
-        (
-            Chart(
-                "KL divergence", "nats",
-                _series(
-                    run, ("rollout to current", "policy/kl_rollout_to_current_k3_mean", "c1"),
-                    ("current to reference", "policy/kl_current_to_ref_k3_mean", "c2")),
-                y_range=(0, None)),
+            ("busy", "train/busy_share", "c1"), ("MFU", "train/mfu", "c2"), y_range=(0, 1)),
+        (Chart("Loss", "", _with_mean(run.points("train/loss"))), "The policy objective; its sign and size say little by themselves."),
+        _of_metrics(run, "Gradient norm", "", "Before clipping.", ("norm", "train/grad_norm", "c1")),
+        _of_metrics(
+            run, "Entropy", "nats", "Per token; a fall to zero is a policy that stopped exploring.", ("entropy", "train/entropy", "c1")),
+        _of_metrics(
+            run, "KL divergence", "nats",
             "k3 estimates: how far the policy is from the one that sampled, and from the reference where the loss compares with it.",
-        ),
-        (
-            Chart(
-                "Response length", "tokens",
-                _series(
-                    run, ("all", "rollout/response_mean_tokens", "c1"), ("right", "rollout/right_response_mean_tokens", "c3"),
-                    ("wrong", "rollout/wrong_response_mean_tokens", "c2")),
-                y_range=(0, None)),
-            "Generated per episode; right ones have a reward of at least 1.",
-        ),
-        (
-            Chart(
-                "Clipped and masked tokens", "share",
-                _series(
-                    run, ("clipped low", "train/clip_low_fraction", "c1"), ("clipped high", "train/clip_high_fraction", "c2"),
-                    ("masked", "policy/masked_fraction", "c3")),
-                y_range=(0, None)),
+            ("rollout to current", "policy/kl_rollout_to_current_k3_mean", "c1"),
+            ("current to reference", "policy/kl_current_to_ref_k3_mean", "c2")),
+        _of_metrics(
+            run, "Response length", "tokens", "Generated per episode; right ones have a reward of at least 1.",
+            ("all", "rollout/response_mean_tokens", "c1"), ("right", "rollout/right_response_mean_tokens", "c3"),
+            ("wrong", "rollout/wrong_response_mean_tokens", "c2")),
+        _of_metrics(
+            run, "Clipped and masked tokens", "share",
             "Tokens whose gradient a clip removed at its lower or upper bound, and tokens that a filter dropped.",
-        ),
-        (
-            Chart(
-                "Samples that teach nothing", "share",
-                _series(
-                    run, ("truncated", "rollout/truncated_share", "c4"), ("equal rewards", "reward/zero_advantage_group_share", "c1"),
-                    ("rejected", "rollout/rejected_share", "c2"), ("left out", "rollout/unusable_share", "c3")),
-                y_range=(0, None)),
+            ("clipped low", "train/clip_low_fraction", "c1"), ("clipped high", "train/clip_high_fraction", "c2"),
+            ("masked", "policy/masked_fraction", "c3")),
+        _of_metrics(
+            run, "Samples that teach nothing", "share",
             "Truncated samples, groups without an advantage, rejected prompts, and samples left out of their group.",
-        ),
-        (
-            Chart(
-                "Pairs ranked rightly", "share",
-                _series(run, ("preferences", "preference/accuracy", "c1"), ("reward model", "reward_model/accuracy", "c1")),
-                y_range=(0, 1)),
+            ("truncated", "rollout/truncated_share", "c4"), ("equal rewards", "reward/zero_advantage_group_share", "c1"),
+            ("rejected", "rollout/rejected_share", "c2"), ("left out", "rollout/unusable_share", "c3")),
+        _of_metrics(
+            run, "Pairs ranked rightly", "share",
             "Pairs of a step, before its update; between this and the accuracy on held-out pairs is overfitting.",
-        ),
-        (
-            Chart(
-                "Log-ratio of answers", "nats",
-                _series(
-                    run, ("chosen", "preference/chosen_logratio_mean", "c3"), ("rejected", "preference/rejected_logratio_mean", "c2"),
-                    ("chosen, by token", "preference/chosen_logprob_mean", "c3"),
-                    ("rejected, by token", "preference/rejected_logprob_mean", "c2"))),
+            ("preferences", "preference/accuracy", "c1"), ("reward model", "reward_model/accuracy", "c1"), y_range=(0, 1)),
+        _of_metrics(
+            run, "Log-ratio of answers", "nats",
             "Against the reference, or without one the log-probability itself; where both fall, chosen answers become less likely, too.",
-        ),
-        (
-            Chart(
-                "Margin", "",
-                _series(run, ("preferences", "preference/margin_mean", "c1"), ("reward model", "reward_model/margin_mean", "c1"),
-                        ("held out", "eval/margin_mean", "c3"))),
-            "By how much the chosen answer leads.",
-        ),
-        (
-            Chart("Learning rate", "", _series(run, ("rate", "train/lr", "c1")), y_range=(0, None)),
-            "Peak, warm-up and decay as configured.",
-        ),
+            ("chosen", "preference/chosen_logratio_mean", "c3"), ("rejected", "preference/rejected_logratio_mean", "c2"),
+            ("chosen, by token", "preference/chosen_logprob_mean", "c3"), ("rejected, by token", "preference/rejected_logprob_mean", "c2"),
+            y_range=ANY_RANGE),
+        _of_metrics(
+            run, "Margin", "", "By how much the chosen answer leads.", ("preferences", "preference/margin_mean", "c1"),
+            ("reward model", "reward_model/margin_mean", "c1"), ("held out", "eval/margin_mean", "c3"), y_range=ANY_RANGE),
+        _of_metrics(run, "Learning rate", "", "Peak, warm-up and decay as configured.", ("rate", "train/lr", "c1")),
     ]
 
 
@@ -162,12 +103,9 @@ def episode_cards(run: RunFiles) -> list[Card]:
         Series(label, [(step, share * seconds[step]) for step, share in run.points(f"rollout/{name}_share") if step in seconds], colour)
         for name, label, colour in (("model", "model calls", "c3"), ("tool", "tools and environments", "c1"), ("queue", "queue", "c4"))]
     return [
-        (
-            Chart("Where an episode's time goes", "s", parts, y_range=(0, None), stacked=True),
-            "Mean over the episodes that ended in a step: calls of the model, what lies between them, and the wait for a place to play in.",
-        ),
-        (Chart("Turns", "", [Series("turns", run.points("rollout/turns_mean"))], y_range=(0, None)), "Mean over a step's episodes."),
-    ]
+        (Chart("Where an episode's time goes", "s", parts, y_range=(0, None), stacked=True),
+         "Mean over the episodes that ended in a step: calls of the model, what lies between them, and the wait for a place to play in."),
+        _of_metrics(run, "Turns", "", "Mean over a step's episodes.", ("turns", "rollout/turns_mean", "c1"))]
 
 
 def compared_cards(runs: Sequence[RunFiles]) -> list[Card]:
@@ -197,8 +135,16 @@ def evaluation_sets(run: RunFiles) -> list[str]:
     return list(dict.fromkeys(match[1] for match in found if match is not None))
 
 
-def _series(run: RunFiles, *lines: tuple[str, str, str]) -> list[Series]:
-    return [Series(label, run.points(metric), colour) for label, metric, colour in lines]
+def _of_metrics(
+    run: RunFiles, title: str, unit: str, text: str, *lines: tuple[str, str, str], y_range: Range = (0, None), **form: Any,
+) -> Card:
+    """Return a card of metrics, each with its label and colour; `form` are further fields of `Chart`."""
+    series = [Series(label, run.points(metric), colour) for label, metric, colour in lines]
+    return Chart(title, unit, series, y_range=y_range, **form), text
+
+
+def _with_mean(points: Sequence[Point]) -> list[Series]:
+    return [Series("this step", points, style="faint"), Series("mean of 8 steps", smoothed(points, window=8))]
 
 
 def _accuracies(run: RunFiles) -> list[Series]:
@@ -210,13 +156,10 @@ def _accuracies(run: RunFiles) -> list[Series]:
 
 
 def _passes(run: RunFiles) -> list[Series]:
-    names = sorted({name for row in run.metrics for name in row if _PASS.fullmatch(name)}, key=lambda name: (len(name), name))
-    found = []
-    for number, (name, match) in enumerate((name, _PASS.fullmatch(name)) for name in names):
-        assert match is not None, "names are those that match"
-        label = f"pass@{match[2]}{f' on {match[1]}' if match[1] else ''}"
-        found.append(Series(label, run.points(name), f"c{1 + number % 4}", style="dots"))
-    return found
+    matches = {name: match for row in run.metrics for name in row if (match := _PASS.fullmatch(name))}
+    return [
+        Series(f"pass@{match[2]}{f' on {match[1]}' if match[1] else ''}", run.points(name), f"c{1 + number % 4}", style="dots")
+        for number, (name, match) in enumerate(sorted(matches.items(), key=lambda item: (len(item[0]), item[0])))]
 
 
 def _named_rewards(run: RunFiles) -> list[Series]:

@@ -15,6 +15,8 @@ LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 26
 _MOST_POINTS = 800
 
 Point = tuple[float, float]
+Range = tuple[float | None, float | None]
+ANY_RANGE: Range = (None, None)
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Chart:
     unit: str
     series: Sequence[Series]
     log: bool = False
-    y_range: tuple[float | None, float | None] = (None, None)
+    y_range: Range = ANY_RANGE
     bound: float | None = None
     bound_label: str = ""
     stacked: bool = False

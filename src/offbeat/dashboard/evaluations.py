@@ -4,7 +4,7 @@ A run has a table of each figure's first, highest and last value; a folder of `o
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import chain, repeat
@@ -60,11 +60,7 @@ def evaluations_html(run: RunFiles) -> str:
     figures = figures_of(run)
     if len(figures) < 2:
         return ""
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _cells(figure))}</tr>" for figure in figures)
-    head = "".join(f"<th>{name}</th>" for name in ("figure", "first", "highest", "last"))
-    return (
-        f'<section><h2>Evaluations</h2><figure class="card wide"><table class="evaluations"><thead><tr>{head}</tr></thead><tbody>{rows}'
-        "</tbody></table><p>Of held-out prompts, and of sets by their names; in brackets 95 % intervals.</p></figure></section>")
+    return f"<section><h2>Evaluations</h2>{_table(('figure', 'first', 'highest', 'last'), map(_cells, figures))}</section>"
 
 
 def models_html(run: RunFiles) -> str:
@@ -73,14 +69,23 @@ def models_html(run: RunFiles) -> str:
     rows = [(str(model.get("model", "")), model["metrics"]) for model in models if isinstance(model, dict) and isinstance(
         model.get("metrics"), dict)] if isinstance(models, list) else []
     found = [(name, replace(run, metrics=[{"global_step": 0} | numbers(metrics)])) for name, metrics in rows]
-    body = "".join(
-        f"<tr><td>{escape(cell)}</td><td>{escape(figure.title)}</td><td>{escape(figure.at(0))}</td></tr>"
-        for name, each in found for cell, figure in zip(chain([name], repeat("")), figures_of(each), strict=False))
-    if not body:
-        return ""
+    cells = [
+        (cell, figure.title, figure.at(0))
+        for name, each in found for cell, figure in zip(chain([name], repeat("")), figures_of(each), strict=False)]
+    return _table(("model", "figure", "value"), cells) if cells else ""
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    table = table_html(head, rows, css="evaluations")
     return (
-        '<figure class="card wide"><table class="evaluations"><thead><tr><th>model</th><th>figure</th><th>value</th></tr></thead>'
-        f"<tbody>{body}</tbody></table><p>Of held-out prompts, and of sets by their names; in brackets 95 % intervals.</p></figure>")
+        f'<figure class="card wide">{table}<p>Of held-out prompts, and of sets by their names; in brackets 95 % intervals.</p></figure>')
+
+
+def table_html(head: Iterable[str], rows: Iterable[Iterable[str]], *, css: str) -> str:
+    """Draw a table of texts."""
+    titles = "".join(f"<th>{escape(name)}</th>" for name in head)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<table class="{css}"><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>'
 
 
 def _cells(figure: Figure) -> Iterator[str]:

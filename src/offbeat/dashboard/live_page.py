@@ -12,7 +12,6 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from offbeat.child_watch import log_tail
@@ -33,7 +32,7 @@ class LivePage:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, _kind: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def open(self, console: Console) -> None:

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 
+from offbeat.dashboard.evaluations import table_html
 from offbeat.dashboard.run_files import RunFiles
 from offbeat.dashboard.timeline import label_of, rows_by_track
 from offbeat.telemetry.trace import Span
@@ -48,20 +48,19 @@ def activities(run: RunFiles, *, is_live: bool = True, recent_s: float = _RECENT
 
 def processes_html(run: RunFiles, *, is_live: bool = True) -> str:
     """Draw the table; empty without a time line."""
-    rows = "".join(_row(each) for each in activities(run, is_live=is_live))
+    rows = [_cells(each) for each in activities(run, is_live=is_live)]
     if not rows:
         return ""
-    head = "".join(f"<th>{name}</th>" for name in ("process", "state", "did last", "ended", f"the last {_RECENT_S:.0f} s"))
+    table = table_html(("process", "state", "did last", "ended", f"the last {_RECENT_S:.0f} s"), rows, css="processes")
     return (
-        f'<figure class="card wide"><h3>Processes</h3><table class="processes"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
+        f'<figure class="card wide"><h3>Processes</h3>{table}'
         "<p>From the newest spans of the time line: what each process ended last, how long before the newest span of all, and what it spent"
         " its time on. A rank that has waited at a sync point for long is named by the run itself, in the events.</p></figure>")
 
 
-def _row(each: Activity) -> str:
+def _cells(each: Activity) -> tuple[str, ...]:
     shares = ", ".join(f"{label} {share:.0%}" for label, share in each.shares.items() if share >= 0.005) or "idle"
-    cells = (each.track, each.state, each.last, "just now" if each.ended_s < 0.05 else f"{each.ended_s:.1f} s ago", shares)
-    return "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+    return each.track, each.state, each.last, "just now" if each.ended_s < 0.05 else f"{each.ended_s:.1f} s ago", shares
 
 
 def _shares(spans: Sequence[Span], begin_s: float, end_s: float) -> dict[str, float]:

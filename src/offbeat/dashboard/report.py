@@ -14,7 +14,7 @@ from typing import Any
 from offbeat.dashboard import timeline
 from offbeat.dashboard.answers import answers_html
 from offbeat.dashboard.cards import cards_html, episode_cards, evaluation_sets, main_cards
-from offbeat.dashboard.evaluations import evaluations_html, models_html
+from offbeat.dashboard.evaluations import evaluations_html, models_html, table_html
 from offbeat.dashboard.run_files import RunFiles, read_run
 from offbeat.dashboard.samples import samples_html
 from offbeat.dashboard.warm_up import progress_html, warm_up_html
@@ -90,7 +90,9 @@ def overview_html(run: RunFiles) -> str:
 
 def figures_html(run: RunFiles) -> str:
     """Draw the key figures for which there is data."""
-    return "".join(_figure(*figure) for figure in _key_figures(run))
+    return "".join(
+        f'<div class="figure"><dt>{escape(label)}</dt><dd>{escape(value)}</dd><small>{escape(remark)}</small></div>'
+        for label, value, remark in _key_figures(run))
 
 
 def details_html(run: RunFiles) -> str:
@@ -136,28 +138,23 @@ def _key_figures(run: RunFiles) -> Iterator[tuple[str, str, str]]:
         ends = [sum(part) / few for part in (rewards[:few], rewards[-few:])]
         said = f"mean of the first and the last {few} steps" if few > 1 else "of the first step and the last"
         yield "reward", " → ".join(f"{value:.2f}" for value in ends[: len(rewards)]), said if len(rewards) > 1 else "of the only step"
-    seconds = run.values("step/total_s")
     if steps:
         total = run.setting("run", "total_steps")
         yield "steps", str(max(steps)), f"of {total}" if total else ""
-    if seconds:
+    if seconds := run.values("step/total_s"):
         yield "time in steps", _clock(sum(seconds)), f"{sorted(seconds)[len(seconds) // 2]:.2f} s per step, median"
-    tokens_per_s = run.values("throughput/generated_tokens_per_s")
-    if tokens_per_s:
+    if tokens_per_s := run.values("throughput/generated_tokens_per_s"):
         yield "tokens/s", f"{sum(tokens_per_s) / len(tokens_per_s):,.0f}", "generated, mean"
     if used := run.values("train/mfu"):
         yield "MFU", f"{sorted(used)[len(used) // 2]:.0%}", "of the devices' peak in training steps, median"
     if memory := run.values("train/peak_memory_bytes"):
         yield "memory", f"{max(memory) / 2**30:.1f} GiB", "most that a train rank has taken"
-    share = timeline.overlap(run.spans)
-    if share is not None:
+    if (share := timeline.overlap(run.spans)) is not None:
         yield "overlap", f"{share:.0%}", "of training time also generates"
-    staleness = run.values("rollout/staleness_max_versions")
-    if staleness:
+    if staleness := run.values("rollout/staleness_max_versions"):
         bound = run.bound("rollout", "max_head_offpolicyness")
         yield "staleness", f"{max(staleness):g}", "largest, versions" + (f"; bound {bound}" if bound is not None else "")
-    gap = run.values("policy/canary_gap")
-    if gap:
+    if gap := run.values("policy/canary_gap"):
         yield "log-prob gap", f"{max(gap):.0e}", "trainer to engine, same weights"
     proofs = run.result.get("proofs") or {}
     if total := sum(proofs.values()):
@@ -177,10 +174,6 @@ def _clock(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def _figure(label: str, value: str, remark: str) -> str:
-    return f'<div class="figure"><dt>{escape(label)}</dt><dd>{escape(value)}</dd><small>{escape(remark)}</small></div>'
 
 
 def _charts_html(run: RunFiles, *, later: str) -> str:
@@ -217,12 +210,12 @@ def _details(run: RunFiles) -> Iterator[str]:
     """Yield the collapsible parts of the page."""
     if run.result:
         rows = [(name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)) for name, value in run.result.items()]
-        yield _collapsible("Result", _table(("figure", "value"), rows))
+        yield _collapsible("Result", table_html(("figure", "value"), rows, css="details"))
     if run.events:
         start_s = _start_s(run)
         rows = [(f"{event.get('time_s', start_s) - start_s:.1f} s", str(event.get("kind", "")), _fields(event)) for event in run.events]
         left_out = f"<p>The last {_MOST_EVENTS} of {len(rows)}.</p>" if len(rows) > _MOST_EVENTS else ""
-        yield _collapsible(f"Events ({len(rows)})", left_out + _table(("time", "what", "details"), rows[-_MOST_EVENTS:]))
+        yield _collapsible(f"Events ({len(rows)})", left_out + table_html(("time", "what", "details"), rows[-_MOST_EVENTS:], css="details"))
     if run.config_text:
         yield _collapsible("Configuration", f"<pre>{escape(run.config_text)}</pre>")
 
@@ -238,11 +231,6 @@ def _fields(event: Mapping[str, Any]) -> str:
 
 def _short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{''.join(f'<th>{escape(name)}</th>' for name in head)}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _collapsible(title: str, body: str) -> str:

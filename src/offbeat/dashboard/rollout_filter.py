@@ -1,6 +1,5 @@
 """Filters and orders of a run's rollouts, as conditions in SQL on the tables of `rollout_index`."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -17,8 +16,6 @@ ORDER_BY = {
     "newest": "step DESC, rejected, position, place", "oldest": "step, rejected, position, place",
     "best": "reward DESC, step DESC", "worst": "reward IS NULL, reward, step DESC",
     "longest": "length DESC, step DESC", "shortest": "length, step DESC"}
-
-_AT = "step = ? AND rejected = ? AND position = ? AND place = ?"
 
 
 @dataclass(frozen=True)
@@ -66,13 +63,9 @@ class Filter:
                 parts.append(f"{column} = ?")
                 values.append(value)
         if (same := self.same_prompt) is not None:
-            parts.append(f"prompt = (SELECT prompt FROM samples WHERE {_AT})")
-            values += _at(same)
+            parts.append("prompt = (SELECT prompt FROM samples WHERE step = ? AND rejected = ? AND position = ? AND place = ?)")
+            values += [same.step, int(same.is_rejected), same.group, same.place]
         return " AND ".join(parts) or "1", values
-
-
-def _at(address: Address) -> Sequence[int]:
-    return [address.step, int(address.is_rejected), address.group, address.place]
 
 
 def _phrase(text: str) -> str:

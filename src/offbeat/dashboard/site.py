@@ -8,7 +8,7 @@ import asyncio
 import base64
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import asdict
 from html import escape
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from offbeat.dashboard.access import AccessGate
@@ -30,11 +30,13 @@ from offbeat.dashboard.report import CHARTS_SCRIPT, STYLE, details_html, overvie
 from offbeat.dashboard.rollout_filter import ORDERS, STATUSES, Filter
 from offbeat.dashboard.steps import step_facts
 from offbeat.data.image_store import find_pictures
-from offbeat.data.stored_rollouts import Address, KeptGroup, KeptTrajectory, find_group
+from offbeat.data.stored_rollouts import Address, KeptTrajectory, find_group
 from offbeat.errors import ConfigError, OffbeatError, UserError
 
 AnswerQuery = Callable[[RunLibrary, Request], Any]
 """Answers a query of the page, such as "runs", with an object that JSON can hold."""
+
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 _FOLDER = Path(__file__).parent
 _MOST_COMPARED = 8
@@ -52,22 +54,14 @@ def make_site(library: RunLibrary, *, key: str) -> Starlette:
     style = STYLE + (_FOLDER / "watch.css").read_text(encoding="utf-8")
     script = CHARTS_SCRIPT + (_FOLDER / "watch.js").read_text(encoding="utf-8")
 
-    async def index(_: Request) -> Response:
-        return HTMLResponse(page)
-
-    async def css(_: Request) -> Response:
-        return Response(style, media_type="text/css")
-
-    async def javascript(_: Request) -> Response:
-        return Response(script, media_type="text/javascript")
-
-    files = [Route("/", index, methods=["GET"]), Route("/watch.css", css, methods=["GET"]),
-             Route("/watch.js", javascript, methods=["GET"])]
+    files = {"/": (page, "text/html"), "/watch.css": (style, "text/css"), "/watch.js": (script, "text/javascript")}
     asked = {
         "runs": _runs, "stamp": _stamp, "overview": _overview, "step": _one_step, "timeline": _timeline, "records": _records,
         "compare": _compare, "rollouts": _rollouts, "rollout": _rollout}
-    answers = [Route(f"/api/{name}", _answering(answer, library), methods=["GET"]) for name, answer in asked.items()]
-    return Starlette(routes=[*files, *answers], middleware=[Middleware(AccessGate, key=key)])
+    endpoints = {path: _serving(*file) for path, file in files.items()} | {
+        f"/api/{name}": _answering(answer, library) for name, answer in asked.items()}
+    routes = [Route(path, endpoint, methods=["GET"]) for path, endpoint in endpoints.items()]
+    return Starlette(routes=routes, middleware=[Middleware(AccessGate, key=key)])
 
 
 class _EscapedJson(JSONResponse):
@@ -77,7 +71,14 @@ class _EscapedJson(JSONResponse):
         return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="backslashreplace")
 
 
-def _answering(answer: AnswerQuery, library: RunLibrary) -> Callable[[Request], Any]:
+def _serving(content: str, media_type: str) -> Endpoint:
+    async def endpoint(_: Request) -> Response:
+        return Response(content, media_type=media_type)
+
+    return endpoint
+
+
+def _answering(answer: AnswerQuery, library: RunLibrary) -> Endpoint:
     """Make an endpoint of a function, which is called on a thread because it reads files."""
 
     async def endpoint(http: Request) -> Response:
@@ -155,13 +156,8 @@ def _rollout(library: RunLibrary, http: Request) -> Any:
         for each, path in find_pictures(library.folder(_name(http)), shown["ids"]).items():
             with suppress(OSError):  # removed meanwhile, by `offbeat data prune`
                 shown["images"][each] = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
-    return {"address": str(address), "group": _facts(group), "samples": others, "rollout": shown}
-
-
-def _facts(group: KeptGroup) -> dict[str, Any]:
-    return {
-        "step": group.step, "prompt_id": group.prompt_id, "prompt": group.prompt, "answer": group.answer, "rejected": group.rejected,
-        "why": group.why, "drawn_again": group.drawn_again, "admitted_version": group.admitted_version}
+    facts = ("step", "prompt_id", "prompt", "answer", "rejected", "why", "drawn_again", "admitted_version")
+    return {"address": str(address), "group": {name: getattr(group, name) for name in facts}, "samples": others, "rollout": shown}
 
 
 def _shown(t: KeptTrajectory) -> dict[str, Any]:

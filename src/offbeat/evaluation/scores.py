@@ -47,10 +47,12 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """All values by the names of metrics, such as {"eval/accuracy": 0.41, "eval/accuracy_low": 0.35}."""
         named = {
-            "accuracy": self.accuracy, "reward_mean": self.reward_mean, "failed_prompts": float(self.num_failed), **self._named_shares}
+            "accuracy": self.accuracy, "reward_mean": self.reward_mean, "failed_prompts": float(self.num_failed),
+            **{f"pass_at_{k}": share for k, share in self.pass_at.items()},
+            **{f"accuracy/{agent}": share for agent, share in self.by_agent.items()}}
         for name, (low, high) in self.intervals.items():
             named |= {f"{name}_low": low, f"{name}_high": high}
-        return self._named(named | self.own)
+        return {f"{self.folder}/{name}": value for name, value in (named | self.own).items()}
 
     @property
     def folder(self) -> str:
@@ -60,14 +62,6 @@ class Evaluation:
     def with_own(self, found: Mapping[str, float], *, failure: str = "") -> "Evaluation":
         """Return it with the values of the set's own metric, or the reason why it has none."""
         return replace(self, own=dict(found), own_failure=failure)
-
-    def _named(self, values: Mapping[str, float]) -> dict[str, float]:
-        return {f"{self.folder}/{name}": value for name, value in values.items()}
-
-    @property
-    def _named_shares(self) -> dict[str, float]:
-        return {f"pass_at_{k}": share for k, share in self.pass_at.items()} | {
-            f"accuracy/{agent}": share for agent, share in self.by_agent.items()}
 
     @property
     def title(self) -> str:

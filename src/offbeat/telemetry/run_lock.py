@@ -54,7 +54,7 @@ def lock_run(run_dir: Path) -> RunLock:
         raise _unwritable(run_dir, exc) from exc
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _check_held(run_dir)
+        _drop_stale(run_dir)  # another machine may have mounted this file system without `flock`
         lock.truncate(0)
         lock.write(_system())
         lock.flush()
@@ -91,14 +91,10 @@ def is_running(run_dir: Path, *, locks: Path = _LOCKS) -> bool | None:
     return any(words[1:2] == ["FLOCK"] and len(words) > 5 and words[5].rpartition(":")[2] == str(inode) for words in held)
 
 
-def _check_held(run_dir: Path) -> None:
-    """Refuse a folder that a process holds on a machine which has mounted this file system without `flock`."""
-    if (holder := _Holder.read(run_dir / _HELD)) is not None:
-        _drop_stale(run_dir, holder)
-
-
-def _drop_stale(run_dir: Path, holder: "_Holder") -> None:
-    """Remove the file of a dead process; raises ConfigError if it lives, that cannot be told, or another has taken its place."""
+def _drop_stale(run_dir: Path) -> None:
+    """Remove `lock.held` of a dead process; raises ConfigError if it lives, that cannot be told, or another has taken its place."""
+    if (holder := _Holder.read(run_dir / _HELD)) is None:
+        return
     if holder.alive is not False:
         raise _in_use(run_dir, holder)
     stale = run_dir / f".{_HELD}.{secrets.token_hex(4)}"
@@ -156,8 +152,7 @@ class _HeldFile:
 
     def __init__(self, run_dir: Path) -> None:
         """Take it; see `lock_run`."""
-        if (holder := _Holder.read(run_dir / _HELD)) is not None:
-            _drop_stale(run_dir, holder)
+        _drop_stale(run_dir)
         try:
             with (run_dir / _HELD).open("x", encoding="utf-8") as file:
                 json.dump(asdict(_Holder.own()), file)

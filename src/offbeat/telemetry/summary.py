@@ -8,7 +8,6 @@ from offbeat.telemetry.pace import duration
 HELDOUT_FELL = "held-out accuracy is lower than before training, by more than chance explains; see `offbeat docs debugging`"
 """Said at the end of a run, by its result and its report."""
 
-
 UNPROVEN = "{} NOT PROVEN, see `offbeat docs weights`"
 """Said of versions that engines serve without a conclusive proof."""
 
@@ -19,26 +18,6 @@ def _shown(value: Any) -> str:
 
 def _share(value: float) -> str:
     return f"{value:.3f}"
-
-
-def _megabytes(value: float) -> str:
-    return f"{value / 1e6:.0f} MB"
-
-
-def _versions(value: int) -> str:
-    return f"{value} version{'' if value == 1 else 's'}"
-
-
-def _early(value: bool) -> str:
-    return "yes, on request" if value else ""
-
-
-def _if_any(count: int) -> str:
-    return str(count) if count else ""
-
-
-def _fell(value: bool) -> str:
-    return HELDOUT_FELL if value else ""
 
 
 def proofs_in_words(proofs: Mapping[str, int]) -> str:
@@ -61,20 +40,20 @@ _NAMES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "heldout_after_step": ("", _hidden),
     "accuracy": ("held-out accuracy", _share),
     "accuracy_step": ("", _hidden),
-    "warm_up_steps": ("supervised warm-up steps", _if_any),
+    "warm_up_steps": ("supervised warm-up steps", lambda count: str(count) if count else ""),
     "steps": ("training steps", _shown),
     "trained_tokens": ("tokens trained on", lambda value: f"{value:,}"),
     "final_loss": ("last loss", _shown),
     "train_wall_s": ("time to train", duration),
     "startup_wall_s": ("time to start", duration),
-    "max_staleness_seen": ("largest staleness", _versions),
+    "max_staleness_seen": ("largest staleness", lambda value: f"{value} version{'' if value == 1 else 's'}"),
     "max_logprob_gap": ("largest gap to the engines after a publish", _shown),
     "proofs": ("engines' weights", proofs_in_words),
     "seed": ("seed", _shown),
     "torch_in_controller": ("", _hidden),
-    "controller_memory_bytes": ("memory of the controller", _megabytes),
-    "stopped_early": ("stopped early", _early),
-    "heldout_fell": ("remark", _fell),
+    "controller_memory_bytes": ("memory of the controller", lambda value: f"{value / 1e6:.0f} MB"),
+    "stopped_early": ("stopped early", lambda value: "yes, on request" if value else ""),
+    "heldout_fell": ("remark", lambda value: HELDOUT_FELL if value else ""),
 }
 """By name in `result.json`: the displayed name, and the function that writes the value; an empty text is not shown."""
 

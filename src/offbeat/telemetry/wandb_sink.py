@@ -82,5 +82,4 @@ def _id_of(run_dir: Path) -> str:
     return path.read_text(encoding="utf-8").strip()
 
 
-def open_sink(run_dir: Path, settings: Mapping[str, Any]) -> WandbSink:
-    return WandbSink(run_dir, settings)
+open_sink = WandbSink
