@@ -62,6 +62,14 @@ def test_an_image_is_processed_once(tokenizer, folder):
     assert (tokenizer.images.num_made, again.images.num_made) == (1, 0)
 
 
+@pytest.mark.parametrize(("family", "patches"), [("idefics3", 16), ("internvl", 16), ("qwen2_vl", 6 * 4)])
+def test_the_patches_of_an_image_are_those_that_its_tower_computes(tmp_path, family, patches):
+    reader = reader_in_process(make_folder(tmp_path / family, family), tmp_path / "images")
+    image = reader.read(ImageSource(data=file_of(picture(0, size=(42, 28)))), "an image")
+    assert reader.num_patches(image) == patches
+    assert family != "qwen2_vl" or len(image.arrays["pixel_values"]) == patches
+
+
 def test_supervision_trains_on_the_answer_after_an_image(tokenizer):
     supervision = Supervision(tokenizer, DataConfig(), SftConfig(), 512, 512)
     [(tokens, mask)] = supervision.sequences(row_of(picture(0)), name="row 0")

@@ -69,6 +69,16 @@ def test_a_resized_image_under_its_own_id_is_refused(tmp_path):
         ImageStore(tmp_path).get(image.id)
 
 
+def test_an_image_that_is_asked_for_counts_as_used(tmp_path):
+    image = add(tmp_path)
+    path = tmp_path / f"{image.id}.image"
+    os.utime(path, (0, 0))
+    store = ImageStore(tmp_path, most_bytes=1000)
+    assert store.is_stored(image.id)
+    assert path.stat().st_mtime > 0
+    assert not store.is_stored(FIRST_ID + 5)
+
+
 def test_an_image_that_is_not_here_is_named(tmp_path):
     with pytest.raises(DataError, match="is not in"):
         ImageStore(tmp_path).get(FIRST_ID + 5)

@@ -270,6 +270,10 @@ def test_what_is_wrong_with_one_adapter_is_one_sentence_and_disturbs_nobody(run:
             await adapters.discard(["bob"])
         with pytest.raises(DataError, match="a token is outside the vocabulary of 54; use the tokenizer of org/small"):
             adapters.limits.check_batch(replace(batch(1), tokens=np.full(24, -1, np.int32)), model="org/small")
+        seen = replace(batch(1), tokens=np.full(24, 2**30, np.int32))
+        replace(adapters.limits, reads_images=True).check_batch(seen)
+        with pytest.raises(DataError, match="a token is outside the vocabulary"):
+            adapters.limits.check_batch(seen)
         assert await adapters.optim_step({"alice": STEP}) == {"alice": 0.0}
         long = sft_batch([(np.full(65, 5, np.int32), np.arange(65) >= 3)])
         with pytest.raises(DataError, match="adapter 'alice' cannot be used: a datum has 65 tokens, more than the 64"):

@@ -1,6 +1,7 @@
 """What requests cost, against numbers worked out by hand, and against what they really take."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,19 @@ def test_a_rank_never_has_more_of_a_request_than_a_pass_or_its_largest_datum() -
     assert large == 1000 * (160 + 64) and small == 200 * 160 + 50 * 64
     one = wide(10, 1000)
     assert cost_of_pass(one, datum_sizes(one), pass_tokens=50).rank_bytes >= 10_000 * 160
+
+
+def test_four_patches_of_an_image_cost_as_much_as_a_token_beside_its_own() -> None:
+    data = replace(training_data(1, num=3, length=8), patches=(0, 16, 17))
+    sizes = datum_sizes(data)
+    assert sizes.tolist() == [8, 12, 13]
+    text, seen = (cost_of_pass(each, datum_sizes(each), pass_tokens=65536) for each in (replace(data, patches=()), data))
+    assert seen.tokens - text.tokens == 9 and seen.rank_bytes - text.rank_bytes == 33 * 8192
+    assert cost_of_pass(data, sizes, pass_tokens=5).rank_bytes < seen.rank_bytes
+    plain, with_image = (
+        cost_of_samples(replace(REQUEST, num_samples=8, num_patches=num), room=50, max_in_flight=256).whole for num in (0, 17))
+    assert with_image.tokens - plain.tokens == 5, "once for all samples"
+    assert with_image.memory_bytes - plain.memory_bytes == 17 * 8192
 
 
 def test_steps_and_folders_cost_something() -> None:

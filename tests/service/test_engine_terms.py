@@ -57,6 +57,12 @@ def test_only_the_last_positions_of_a_prompt_are_scored_if_that_is_asked() -> No
     np.testing.assert_array_equal(answer.topk_prompt.ids, [[-1], [-1], [7]])
 
 
+def test_the_tokens_of_an_image_have_no_log_probabilities() -> None:
+    request = replace(REQUEST, prompt=(5, 2**30, 2**30, 7), prompt_logprobs=True)
+    answer = sampled(request, [], PromptScore((NAN, -9.0, -9.0, -2.0), Version(0)))
+    assert answer.prompt_logprobs is not None and np.isnan(answer.prompt_logprobs).tolist() == [True, True, True, False]
+
+
 def test_nothing_can_be_said_of_a_prompt_of_one_token() -> None:
     targets = SparseArray(np.zeros(0, np.int64), np.zeros(0, np.int64), (1, 2))
     answer = sampled(

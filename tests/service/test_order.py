@@ -65,6 +65,46 @@ def test_an_order_goes_on_where_an_earlier_one_ended() -> None:
     assert order.ready(0.0) == ["h", "i"]
 
 
+def test_items_wait_for_one_that_is_certain_to_come_however_long_it_takes() -> None:
+    order = Sequencer[str](PATIENCE_S)
+    order.expect(2)
+    order.offer(3, "c", 0.0)
+    assert order.ready(0.0) == [] and order.is_waiting and order.next_due is None
+    order.offer(4, "d", 50.0)
+    assert order.ready(100.0) == []
+    order.skip(1, 100.0)
+    order.offer(2, "b", 100.0)
+    assert order.ready(100.0) == ["b", "c", "d"]
+    order.unexpect(2, 100.0)
+    assert not order.is_waiting
+
+
+def test_items_before_one_that_is_certain_to_come_do_not_wait_for_it() -> None:
+    order = Sequencer[str](PATIENCE_S)
+    order.expect(3)
+    order.offer(2, "b", 0.0)
+    order.offer(4, "d", 0.0)
+    assert order.ready(0.0) == [] and order.next_due == PATIENCE_S
+    assert order.ready(PATIENCE_S) == ["b"] and order.next_due is None
+    order.offer(3, "c", 9.0)
+    assert order.ready(9.0) == ["c", "d"]
+
+
+def test_one_that_does_not_come_after_all_is_a_gap_like_others() -> None:
+    order = Sequencer[str](PATIENCE_S)
+    order.expect(1)
+    order.expect(1)  # sent again while it was on its way
+    order.offer(2, "b", 0.0)
+    order.unexpect(1, 8.0)
+    assert order.ready(99.0) == []
+    order.unexpect(1, 99.0)
+    assert order.ready(99.0) == [] and order.next_due == 99.0 + PATIENCE_S, "it may be sent again within the patience"
+    assert order.ready(99.0 + PATIENCE_S) == ["b"]
+    order.expect(1)  # one that comes late holds nothing up
+    order.offer(4, "d", 110.0)
+    assert order.ready(110.0 + PATIENCE_S) == ["d"]
+
+
 def test_skips_that_nothing_follows_are_not_kept() -> None:
     order = Sequencer[str](PATIENCE_S)
     for seq in range(10, 1000, 2):

@@ -36,6 +36,9 @@ _PROMPT_TOKENS = {"gemma3": ("boi_token_index", 255_999)}
 _EDGES = {"gemma3": "\n\n"}
 """Text that surrounds an image in a prompt, by model type."""
 
+_CHANNELS, _PATCH_SIDE = 3, 14
+"""Channels of a tower's pixels, and the side of its patches if config.json has none."""
+
 HEADER = struct.Struct("<Q")
 _START_TIMEOUT_S, _TIMEOUT_S = 600.0, 120.0
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -72,6 +75,7 @@ class ImageReader:
         self._model = model
         self._model_type = config["model_type"]
         self._placeholder = placeholder_of(config)
+        self._patch_side = _patch_side(config)
         key, default = _PROMPT_TOKENS.get(self._model_type, ("", self._placeholder))
         self.token_id: int = config.get(key, default)
         self.limits = limits
@@ -100,6 +104,12 @@ class ImageReader:
             image = self._make(data)
             self.store.note_source(key, image)
         return image
+
+    def num_patches(self, image: StoredImage) -> int:
+        """Return the number of patches that the model's tower computes of an image."""
+        if (grid := image.arrays.get("image_grid_thw")) is not None:
+            return int(np.prod(grid, axis=1).sum())
+        return image.arrays["pixel_values"].size // (_CHANNELS * self._patch_side**2)
 
     def read_all(self, sources: Sequence[ImageSource], *, where: str) -> list[StoredImage]:
         """Return the images of a row; raises DataError if there are too many, or one cannot be used."""
@@ -203,6 +213,11 @@ def placeholder_of(config: dict[str, Any]) -> int:
     """Return the id of an image's placeholders in the vocabulary that a config.json states; -1 if it states none."""
     found = config.get("image_token_id", config.get("image_token_index"))
     return found if isinstance(found, int) else -1
+
+
+def _patch_side(config: dict[str, Any]) -> int:
+    found = (config.get("vision_config") or {}).get("patch_size", _PATCH_SIDE)
+    return found[0] if isinstance(found, list) else found
 
 
 def images_for(model: str, store: ImageStore, limits: ImageLimits) -> ImageReader | None:

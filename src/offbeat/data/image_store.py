@@ -151,6 +151,13 @@ class ImageStore:
         self._note_use(image.id)
         return image
 
+    def is_stored(self, image_id: int) -> bool:
+        """Return whether an image is here, and note that it is used; raises StorageError."""
+        if not self._path(image_id).exists():
+            return False
+        self._note_use(image_id)
+        return True
+
     def note_source(self, key: str, image: StoredImage) -> None:
         """Note which image was made of a source; raises StorageError."""
         self._put(self.folder / f"{key}{_SOURCE}", str(image.id).encode())

@@ -19,6 +19,7 @@ from offbeat.algorithms.adam import AdamParams
 from offbeat.config.root import Config
 from offbeat.controller.inputs import base_ends, read_base
 from offbeat.data.batch import Batch
+from offbeat.data.image_store import is_image
 from offbeat.data.model_folder import read_model_config
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import ConfigError, DataError
@@ -61,6 +62,7 @@ class BaseLimits:
         max_length: largest number of tokens in a sequence to train on.
         max_rank: largest rank of an adapter.
         end_token_ids: end tokens of the tokenizer, the model and the chat template; engines by themselves know only the tokenizer's.
+        reads_images: whether tokens may be placeholders of stored images.
     """
 
     vocab_size: int
@@ -68,6 +70,7 @@ class BaseLimits:
     max_length: int
     max_rank: int
     end_token_ids: tuple[int, ...]
+    reads_images: bool = False
 
     def check_batch(self, batch: Batch, *, model: str = "the base model") -> None:
         """Refuse a batch that would fail in a pass, which would also drop the gradients of all others in that pass.
@@ -83,7 +86,8 @@ class BaseLimits:
         """
         if (longest := int(batch.lengths.max(initial=0))) > self.max_length:
             raise DataError(f"a datum has {longest} tokens, more than the {self.max_length} that fit; cut it")
-        for what, ids in (("token", batch.tokens), ("target", batch.targets)):
+        tokens = batch.tokens[~is_image(batch.tokens)] if self.reads_images else batch.tokens
+        for what, ids in (("token", tokens), ("target", batch.targets)):
             if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
                 raise DataError(f"a {what} is outside the vocabulary of {self.vocab_size}; use the tokenizer of {model}")
 
@@ -330,5 +334,6 @@ async def open_adapters(config: Config, record: RunRecord) -> AsyncIterator[Adap
             model_config = read_model_config(base.model)
             limits = BaseLimits(
                 (model_config.get("text_config") or model_config)["vocab_size"], base.context,
-                min(base.context, config.train.max_tokens_per_microbatch), config.model.lora.rank, ends.token_ids)
+                min(base.context, config.train.max_tokens_per_microbatch), config.model.lora.rank, ends.token_ids,
+                reads_images=base.tokenizer.images is not None)
             yield Adapters(config, ranks, trainers, fleet, tokenizer=base.tokenizer, canary=canary, limits=limits)

@@ -1,10 +1,10 @@
 """Computes the cost of a request before any work on it. This is the only place that weighs tokens, cells and bytes against each other.
 
 Work is counted in tokens, which bound queues and determine fair shares. A cell is an entry of the targets, stored or implied, or a top
-token in an answer; four cells cost as much as one token: for example, a datum of 100 tokens with targets [100, 8] costs 200. Optimizer
-steps, saves and loads have a price too, so that nobody gets them for free. Memory is the peak that a request holds in the controller, in a
-rank and as its answer. `work` and `sampling` compute the cost of each request before they accept it, and `serve` the number of models that
-may be resident.
+token in an answer; four cells cost as much as one token: for example, a datum of 100 tokens with targets [100, 8] costs 200. So do four
+patches of an image, in addition to the tokens that stand for it. Optimizer steps, saves and loads have a price too, so that nobody gets
+them for free. Memory is the peak that a request holds in the controller, in a rank and as its answer. `work` and `sampling` compute the
+cost of each request before they accept it, and `serve` the number of models that may be resident.
 """
 
 import math
@@ -18,6 +18,7 @@ from offbeat.machine import machine_bytes
 from offbeat.service.types import SampleRequest, TrainingData
 
 CELLS_PER_TOKEN = 4
+PATCHES_PER_TOKEN = 4
 STEP_TOKENS = 256
 FOLDER_TOKENS = 16_384
 """Price of a save or load: a quarter of the default pass, so that one turn takes four of them."""
@@ -36,6 +37,8 @@ _ANSWER_COPIES = 3
 _RANK_TARGET_BYTES, _RANK_TOKEN_BYTES = 160, 64
 # Bytes of an engine's answer, as JSON and as Python numbers on both sides, for each sampled token and for each of its top tokens.
 _SAMPLED_BYTES, _TOP_BYTES = 200, 400
+# Bytes in a rank or an engine for each patch: its pixels, and its states in a layer of the tower.
+_PATCH_BYTES = 8192
 # Bytes of a prompt token as a Python number.
 _PROMPT_BYTES = 40
 SLOT_BYTES = 4 << 20
@@ -56,7 +59,7 @@ class Cost:
 
     Attributes:
         tokens: amount of work.
-        controller_bytes, rank_bytes: peak memory in this process, and in one rank that computes the request.
+        controller_bytes, rank_bytes: peak memory in this process, and in one rank that computes the request; for images also in an engine.
         answer_bytes: largest size of its answer on disk.
     """
 
@@ -77,9 +80,10 @@ class Cost:
 
 
 def datum_sizes(data: TrainingData) -> np.ndarray:
-    """Return [N] int64: for each datum, the larger of its tokens and a quarter of its cells, at least 1."""
+    """Return [N] int64: for each datum, the larger of its tokens and a quarter of its cells, at least 1, and a quarter of its patches."""
     cells = np.array([math.prod(layout.shape) for layout in data.layouts], np.int64)
-    return np.maximum(np.maximum(data.batch.lengths, -(-cells // CELLS_PER_TOKEN)), 1)
+    patches = np.array(data.patches or [0] * len(cells), np.int64)
+    return np.maximum(np.maximum(data.batch.lengths, -(-cells // CELLS_PER_TOKEN)), 1) + -(-patches // PATCHES_PER_TOKEN)
 
 
 def cost_of_pass(data: TrainingData, sizes: np.ndarray, *, pass_tokens: int) -> Cost:
@@ -95,7 +99,8 @@ def cost_of_pass(data: TrainingData, sizes: np.ndarray, *, pass_tokens: int) -> 
     targets_at_once = min(batch.num_targets, CELLS_PER_TOKEN * at_once)
     return Cost(
         work, controller_bytes=REQUEST_BYTES + _TOKEN_BYTES * batch.num_tokens + _TARGET_BYTES * batch.num_targets,
-        rank_bytes=_RANK_TOKEN_BYTES * min(batch.num_tokens, at_once) + _RANK_TARGET_BYTES * targets_at_once,
+        rank_bytes=_RANK_TOKEN_BYTES * min(batch.num_tokens, at_once) + _RANK_TARGET_BYTES * targets_at_once
+        + _PATCH_BYTES * min(sum(data.patches), PATCHES_PER_TOKEN * at_once),
         answer_bytes=4 * num_cells + ANSWER_ROW_BYTES)
 
 
@@ -140,9 +145,10 @@ def cost_of_samples(request: SampleRequest, *, room: int, max_in_flight: int) ->
     scored_bytes = scored and _SAMPLED_BYTES * (prompt + (0 if targets is None else len(targets.cells))) + _TOP_BYTES * prompt_cells
     answer_bytes = num * (8 * room + 8 * sample_cells) + 4 * prompt + 8 * prompt_cells + 4 * target_cells + ANSWER_ROW_BYTES
     cells = prompt_cells + target_cells + num * sample_cells
-    tokens = max(prompt + num * room, -(-cells // CELLS_PER_TOKEN))
+    tokens = max(prompt + num * room, -(-cells // CELLS_PER_TOKEN)) + -(-request.num_patches // PATCHES_PER_TOKEN)
     held_bytes = REQUEST_BYTES + _PROMPT_BYTES * prompt + scored_bytes
-    return SampleCost(Cost(tokens, held_bytes, answer_bytes=answer_bytes), together, sample_bytes)
+    rank_bytes = _PATCH_BYTES * request.num_patches  # an engine computes an image once for all samples
+    return SampleCost(Cost(tokens, held_bytes, rank_bytes, answer_bytes=answer_bytes), together, sample_bytes)
 
 
 # -- models in the trainers ----------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import secrets
 
 import numpy as np
 
+from offbeat.data.image_store import is_image
 from offbeat.inference.sampling import Draws, PromptScore, Sample
 from offbeat.inference.sampling import Sampling as EngineSampling
 from offbeat.inference.sampling import TopTokens as EngineTopTokens
@@ -34,6 +35,8 @@ def sampled(request: SampleRequest, sequences: list[SampledSequence], score: Pro
     unscored = 0 if last_n is None else max(length - last_n, 0)
     logprobs = np.array(score.logprobs, np.float32)
     logprobs[:unscored] = np.nan
+    if len(logprobs) == length:
+        logprobs[is_image(np.array(request.prompt))] = np.nan  # an image's tokens are given, and none is predicted in their places
     top = ((),) * unscored + (score.top or ((),) * length)[unscored:]
     return Sampled(
         tuple(sequences),

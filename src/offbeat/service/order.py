@@ -1,9 +1,12 @@
 """Restores the order of numbered items that arrive in any order, without waiting forever for numbers that never come.
 
 It is pure: times are given by the caller. Clients number their requests to a model and send them at once, so a later one may arrive
-first, and a lost or refused request leaves a gap. Each item is returned once, and none is held back longer than the patience.
+first, and a lost or refused request leaves a gap. Each item is returned once, and none is held back longer than the patience, or than one
+before it takes that is known to be on its way.
 """
 
+import math
+from collections import Counter
 from typing import Generic, NamedTuple, TypeVar
 
 _MISSING = 2000
@@ -45,6 +48,7 @@ class Sequencer(Generic[T]):
         self._patience_s = patience_s
         self._next = next_seq
         self._held: dict[int, _Held[T]] = {}
+        self._coming: Counter[int] = Counter()
 
     @property
     def next_seq(self) -> int:
@@ -54,7 +58,29 @@ class Sequencer(Generic[T]):
     @property
     def next_due(self) -> float | None:
         """Time at which `ready` returns more even without arrivals; None for never. Valid after a call of `ready`."""
-        return min((held.due for held in self._held.values()), default=None)
+        return min((held.due for seq, held in self._held.items() if seq < self._stop), default=None)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether items are held back for missing ones. Valid after a call of `ready`."""
+        return bool(self._held)
+
+    @property
+    def _stop(self) -> float:
+        """The lowest number that is certain to come, before which patience does not end; infinite if there is none."""
+        return min((seq for seq in self._coming if seq >= self._next), default=math.inf)
+
+    def expect(self, seq: int) -> None:
+        """Note that the item of this number is certain to come or to be given up by `unexpect`; later ones wait for it without limit."""
+        self._coming[seq] += 1
+
+    def unexpect(self, seq: int, now: float) -> None:
+        """Take back an `expect`; if the item has not come, it may be sent again, and the patience with it begins now."""
+        self._coming[seq] -= 1
+        if not self._coming[seq]:
+            del self._coming[seq]
+        due = now + self._patience_s
+        self._held = {later: _Held(max(held.due, due) if later > seq else held.due, held.items) for later, held in self._held.items()}
 
     def offer(self, seq: int, item: T, now: float) -> None:
         """Take an item. If its number was already given up, the item is ready at once."""
@@ -66,7 +92,8 @@ class Sequencer(Generic[T]):
 
     def ready(self, now: float) -> list[T]:
         """Return, in order, the items that may run: no earlier number is missing, or the patience with this or a later item has ended."""
-        overdue = (seq for seq, held in self._held.items() if held.due <= now)
+        stop = self._stop
+        overdue = (seq for seq, held in self._held.items() if held.due <= now and seq < stop)
         self._next = max((self._next, *overdue))
         while self._next in self._held:
             self._next += 1

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
@@ -24,7 +24,9 @@ import uvloop
 from offbeat.aio import Terminations, beside, both
 from offbeat.config.root import Config
 from offbeat.connections import Bounds, Connections
-from offbeat.controller.inputs import Base, read_base
+from offbeat.controller.inputs import Base, image_reader, read_base
+from offbeat.data.image_reader import ImageReader
+from offbeat.data.image_store import ImageStore, images_folder
 from offbeat.data.model_folder import read_model_config
 from offbeat.errors import ConfigError, StorageError
 from offbeat.fleet.sampling_models import SamplingModel, open_sampling_models
@@ -34,6 +36,7 @@ from offbeat.runs.adapters import Adapters, BaseLimits, open_adapters
 from offbeat.service.app.assembly import FrontSettings, open_front
 from offbeat.service.app.auth import HostNames
 from offbeat.service.app.reply import Served
+from offbeat.service.app.request_images import MOST_STORED_BYTES
 from offbeat.service.base_models import BaseModels
 from offbeat.service.cost import max_resident
 from offbeat.service.futures import Futures
@@ -170,13 +173,27 @@ def tokenizer_id(config: Config, base: Base) -> str:
     return str(folder.resolve()) if folder.is_dir() and is_loopback(config.serve.host) else base_model_name(config)
 
 
-def served_models(config: Config, limits: BaseLimits, others: Mapping[str, SamplingModel], *, tokenizer: str) -> Served:
-    """Return the offered models, and the limits of requests to them; `others`, by name, are only sampled."""
+def request_images(config: Config, base: Base) -> ImageReader | None:
+    """Return what reads the images of requests to the base model; None if it reads none. They are kept below the data folder."""
+    store = ImageStore(images_folder(config.run_dir), most_bytes=MOST_STORED_BYTES)
+    reader = image_reader(config, base.model, store) if base.build is None else None
+    if reader is not None:
+        reader.limits = replace(reader.limits, in_data=False)
+    return reader
+
+
+def served_models(
+    config: Config, limits: BaseLimits, others: Mapping[str, SamplingModel], *, tokenizer: str, images: ImageReader | None = None,
+) -> Served:
+    """Return the offered models, and the limits of requests to them; `others` are only sampled, and `images` are the trained one's."""
     base_models = BaseModels.of(base_model_name(config), config.serve)
+    max_images = images.limits.max_images if images is not None else 0
     return Served(
-        base_models.name, tokenizer, config.model.lora.alpha, WireLimits(vocab_size=limits.vocab_size, context=limits.context),
+        base_models.name, tokenizer, config.model.lora.alpha,
+        WireLimits(vocab_size=limits.vocab_size, context=limits.context, max_images=max_images),
         stable_reinforce=config.serve.stable_reinforce, aliases=base_models.aliases,
-        sampled={name: WireLimits(vocab_size=_ANY_TOKEN, context=model.context) for name, model in others.items()})
+        sampled={name: WireLimits(vocab_size=_ANY_TOKEN, context=model.context) for name, model in others.items()},
+        images=images)
 
 
 def open_record(folder: Path) -> RunRecord:
@@ -291,7 +308,8 @@ class _Run:
                 beside(tell_while_starting(self._say, is_ready=lambda: self._ready or self._stop.is_set())),
                 open_sampling_models(config, record) as others, open_adapters(config, record) as adapters,
                 open_core(config, adapters, self._store, self._keys, others=others) as core):
-            served = served_models(config, adapters.limits, others, tokenizer=tokenizer_id(config, self._base))
+            images = request_images(config, self._base)
+            served = served_models(config, adapters.limits, others, tokenizer=tokenizer_id(config, self._base), images=images)
             most = max_connections(config)
             front = open_front(
                 core.service, core.sampling, served, tokenizer=self._base.tokenizer, keys=self._keys, incidents=incidents,

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -274,11 +275,19 @@ class ServiceCore:
         """Write weights in PEFT's format for download, encrypted if there are recipients."""
         return self._submit(caller, model_id, seq_id, Export(check_name(name), ttl_s, recipients), kind="save_weights_external")
 
+    def expecting(self, caller: Caller, model_id: str, seq_id: int) -> AbstractContextManager[None]:
+        """Let later requests of a model wait for the one with this number, which is submitted within the block or not at all."""
+        model = self._own(caller, model_id)
+        return nullcontext() if model is None else self._training.expecting(model, seq_id)
+
     def skip(self, caller: Caller, model_id: str, seq_id: int) -> None:
         """Note that the request with this number was refused, so that no later request waits for it. Never raises."""
-        model = self._models.get(model_id)
-        if model is not None and model.row.owner == caller.owner and seq_id > 0:
+        if (model := self._own(caller, model_id)) is not None and seq_id > 0:
             self._training.skip(model, seq_id)
+
+    def _own(self, caller: Caller, model_id: str) -> Model | None:
+        model = self._models.get(model_id)
+        return model if model is not None and model.row.owner == caller.owner else None
 
     def _submit(self, caller: Caller, model_id: str, seq_id: int, request: Request, *, kind: str) -> str:
         model = self._models.find(caller, model_id)

@@ -10,8 +10,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Set
-from contextlib import suppress
+from collections.abc import Iterator, Set
+from contextlib import contextmanager, suppress
 
 from offbeat.data.batch import Batch
 from offbeat.errors import OffbeatError, RunError, UserError
@@ -102,7 +102,7 @@ class Training:
         model.check_unused(seq)
         sequencer = self._sequencer(model)
         work = Work(self._next_number(), model, seq, request, None, pass_tokens=self._pass_tokens)
-        self._charge(work, is_awaited=seq == sequencer.next_seq and sequencer.next_due is not None)
+        self._charge(work, is_awaited=seq == sequencer.next_seq and sequencer.is_waiting)
         work.future, _ = self._futures.open(request_id, owner=owner, kind=kind)
         self.work.add(work)
         try:
@@ -130,6 +130,17 @@ class Training:
             work = Work(self._next_number(), model, 0, Leave(ends), None)
             self.work.add(work)
             self._add(work)
+
+    @contextmanager
+    def expecting(self, model: Model, seq: int) -> Iterator[None]:
+        """Let requests after this one wait for it, however long the block takes, at whose end it has been submitted or will not be."""
+        sequencer = self._sequencer(model)
+        sequencer.expect(seq)
+        try:
+            yield
+        finally:
+            sequencer.unexpect(seq, time.monotonic())
+            self._advance(model)
 
     def skip(self, model: Model, seq: int) -> None:
         """Note that this number will not come, so that no request waits for it."""

@@ -64,10 +64,11 @@ class SparseArray:
 
 @dataclass(frozen=True, eq=False)
 class TrainingData:
-    """Datums of one forward or forward_backward request, and the layout of each."""
+    """Datums of one forward or forward_backward request, the layout of each, and the patches of its images; () without images."""
 
     batch: Batch
     layouts: tuple[Layout, ...]
+    patches: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,13 +78,13 @@ class SampleRequest:
     Attributes:
         max_tokens: None to continue to the end of the context.
         stop: strings and token IDs that end a sample, besides the end tokens; None for the end tokens alone; () to never stop.
-        prompt_logprobs: whether to score the prompt, at temperature 1.
+        prompt_logprobs: whether to score the prompt, at temperature 1; of it, `prompt_logprobs_last_n` positions, or all for None.
         topk_prompt_logprobs, topk_sample_logprobs: number of top tokens wanted at each position of the prompt and of the samples.
         target_prompt_logprobs: [P, K] int64 tokens to score at each position of the prompt.
         prompt_alt_tokens_k: number of tokens to draw at each position of the prompt except the first, at the temperature.
-        prompt_logprobs_last_n: score only the last n positions; None for all.
         ignore_eos: continue past the end tokens; `stop` still ends a sample.
         shaping: penalties, biases and structures, which only completions and chats can set.
+        num_patches: patches of the images in the prompt.
     """
 
     sampling_session_id: str
@@ -104,6 +105,7 @@ class SampleRequest:
     prompt_logprobs_last_n: int | None = None
     ignore_eos: bool = False
     shaping: Shaping = PLAIN
+    num_patches: int = 0
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import pytest
 from http_serving import Client, Serve, serving
 from offbeat.aio import beside
 from offbeat.config.service import ServeConfig
+from offbeat.data.image_reader import ImageReader
 from offbeat.data.tokenizer import load_tokenizer
 from offbeat.fleet.sampling_models import open_sampling_models
 from offbeat.service.app.assembly import FrontSettings, open_front
@@ -26,6 +27,11 @@ ServeWith = Callable[..., None]
 @pytest.fixture
 def serve_with(cluster: SmallCluster, tmp_path: Path) -> ServeWith:
     """Runs a test's body, given a client, on a service with settings and an empty data folder."""
+    return serve_on(cluster, tmp_path)
+
+
+def serve_on(cluster: SmallCluster, tmp_path: Path, *, images: ImageReader | None = None) -> ServeWith:
+    """Return the runner of a test's body on a cluster and an empty data folder; `images` reads those of its model."""
 
     def run(body: Callable[[Client], Awaitable[None]], **given: Any) -> None:
         settings = ServeConfig(**{"data_dir": str(tmp_path), "model_name": BASE, "max_body_bytes": 2**20} | given)
@@ -37,7 +43,7 @@ def serve_with(cluster: SmallCluster, tmp_path: Path) -> ServeWith:
                 async with (
                         open_sampling_models(config, SilentRecord(tmp_path)) as others,
                         open_core(config, cluster.adapters, store, keys, others=others) as core):
-                    served = served_models(config, cluster.adapters.limits, others, tokenizer="folder")
+                    served = served_models(config, cluster.adapters.limits, others, tokenizer="folder", images=images)
                     front = open_front(
                         core.service, core.sampling, served, tokenizer=load_tokenizer(config.model.path), keys=keys,
                         settings=FrontSettings(max_body_bytes=settings.max_body_bytes))

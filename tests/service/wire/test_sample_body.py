@@ -1,19 +1,21 @@
 """A call for samples means what the client says."""
 
+import base64
 import contextlib
 import json
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.service.errors import BadRequestError, RequestError
+from offbeat.service.errors import BadRequestError, RequestError, TooLargeError
 from offbeat.service.types import SampleRequest
-from offbeat.service.wire.json_body import read_json
+from offbeat.service.wire.chunks import ReadImage, images_in
 from offbeat.service.wire.limits import WireLimits
-from offbeat.service.wire.sample_body import SampleBody
+from offbeat.service.wire.sample_body import read_sample
 from wire_golden import GOLDEN
 
 LIMITS = WireLimits(vocab_size=100, context=8)
@@ -22,7 +24,8 @@ PLAIN = {"prompt": PROMPT, "sampling_params": {}, "sampling_session_id": "s", "s
 
 
 def read(**fields: Any) -> SampleRequest:
-    return read_json(SampleBody, json.dumps({**PLAIN, **fields}).encode()).request(LIMITS)
+    body = read_sample(json.dumps({**PLAIN, **fields}).encode(), takes_images=False)
+    return body.request(LIMITS, body.pieces(LIMITS))
 
 
 def refused(**fields: Any) -> str:
@@ -55,6 +58,38 @@ def test_every_field_arrives() -> None:
         top_k=7, top_p=0.5, prompt_logprobs=True, topk_prompt_logprobs=2, topk_sample_logprobs=3, prompt_logprobs_last_n=2))
 
 
+IMAGE = {"type": "image", "data": base64.b64encode(b"\x89PNG\r\n\x1a\n").decode(), "format": "png", "expected_tokens": 2}
+
+
+def test_a_prompt_with_an_image_is_read_once_its_tokens_are_known() -> None:
+    limits = replace(LIMITS, max_images=1)
+    given = {**PLAIN, "prompt": {"chunks": [IMAGE, {"type": "encoded_text", "tokens": [1, 2]}]}}
+    body = read_sample(json.dumps(given).encode(), takes_images=True)
+    (image,) = images_in(pieces := body.pieces(limits))
+    assert (image.name, image.data, image.expected_tokens) == ("prompt.chunks[0]", b"\x89PNG\r\n\x1a\n", 2)
+    request = body.request(limits, pieces, {image: ReadImage(np.array([2**30] * 2, np.int32), 8)})
+    assert (request.prompt, request.num_patches) == ((2**30, 2**30, 1, 2), 8)
+
+
+def test_other_dimensions_are_refused_and_none_are_not() -> None:
+    limits = replace(LIMITS, max_images=1)
+    for wanted, is_refused in ((None, False), ({"width": 5, "height": 5}, True)):
+        chunk = {**IMAGE, "override_dimensions": wanted}
+        body = read_sample(json.dumps({**PLAIN, "prompt": {"chunks": [chunk]}}).encode(), takes_images=True)
+        with pytest.raises(BadRequestError, match="asks for other dimensions") if is_refused else contextlib.nullcontext():
+            body.pieces(limits)
+
+
+def test_a_body_is_large_for_its_images_alone() -> None:
+    file = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(4 << 20)).decode()
+    with_image = json.dumps({**PLAIN, "prompt": {"chunks": [{**IMAGE, "data": file}]}}).encode()
+    with_text = json.dumps({**PLAIN, "prompt": {"chunks": [{"tokens": [1] * (3 << 20)}]}}, separators=(",", ":")).encode()
+    assert len(read_sample(with_image, takes_images=True).prompt.chunks[0].data) > 4 << 20
+    for body, takes_images in ((with_image, False), (with_text, False), (with_text, True)):
+        with pytest.raises(TooLargeError, match="may have at most 4194304"):
+            read_sample(body, takes_images=takes_images)
+
+
 @pytest.mark.parametrize(("stop", "means"), [
     (None, None), ([], ()), ("ab", ("ab",)), (["a", "b"], ("a", "b")), ([5], (5,)), ([5, 6], (5, 6))])
 def test_stops_are_strings_or_tokens_or_none_at_all(stop: Any, means: Any) -> None:
@@ -83,8 +118,12 @@ def test_settings_out_of_range_are_refused(params: dict[str, Any], says: str) ->
     ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1] * 9}]}}, "prompt must have 1 to 8 tokens, got 9"),
     ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [100]}]}}, "prompt must hold token ids of 0 to 99, got 100"),
     ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [-1]}]}}, "prompt.chunks[0].tokens[0] must be a whole number >= 0, got -1"),
-    ({"prompt": {"chunks": [{"type": "image", "data": "aaaa", "format": "png"}]}}, "prompt.chunks[0] is 'image'; this server takes"),
-    ({"prompt": {"chunks": [{"type": "encoded_text"}]}}, "prompt.chunks[0] is 'encoded_text'; this server takes encoded_text only, with"),
+    ({"prompt": {"chunks": [{"type": "image", "data": "aaaa", "format": "png"}]}}, "prompt.chunks[0] is an image, and this model"),
+    ({"prompt": {"chunks": [{"type": "image", "data": "a", "format": "png"}]}}, "prompt.chunks[0].data is wrong: Invalid base64"),
+    ({"prompt": {"chunks": [{"type": "image_asset_pointer", "location": "https://a.b/c.png", "format": "png"}]}},
+     "prompt.chunks[0] points to an image, and nothing is fetched; send its bytes as an image chunk"),
+    ({"prompt": {"chunks": [{"type": "dmel", "dmel": "aaaa"}]}}, "prompt.chunks[0] is 'dmel'; this server takes encoded_text, with"),
+    ({"prompt": {"chunks": [{"type": "encoded_text"}]}}, "prompt.chunks[0] is 'encoded_text'; this server takes encoded_text, with"),
     ({"prompt": "text"}, 'prompt must be an object, got "text"'),
     ({"num_samples": 0}, "num_samples must be a whole number >= 1, got 0"),
     ({"seq_id": 2**63}, "seq_id must be a whole number <="),

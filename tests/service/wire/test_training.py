@@ -13,10 +13,11 @@ from offbeat.algorithms.objectives import CLIENT_LOSSES, client_loss, reads_of
 from offbeat.service.errors import BadRequestError, RequestError, TooLargeError
 from offbeat.service.models import Model
 from offbeat.service.tables import ModelRow
+from offbeat.service.wire.chunks import ReadImage
 from offbeat.service.wire.limits import WireLimits
 from offbeat.service.wire.proto import decode_proto, encode
 from offbeat.service.wire.schema import FLOAT32, INT64
-from offbeat.service.wire.training import ForwardBackward, read_forward_backward
+from offbeat.service.wire.training import ForwardBackward, UnreadPass, read_forward_backward
 from offbeat.service.work import Pass, Work, pass_done
 from offbeat.trainer.messages import Scores
 from small_service import LORA
@@ -45,7 +46,9 @@ POLICY = {"target_tokens": [2, 3], "logprobs": [-1.0, -2.0], "advantages": [0.5,
 
 def read(*data: dict[str, Any], limits: WireLimits = LIMITS, **fields: Any) -> ForwardBackward:
     message = {"model_id": "m", "seq_id": 4, "loss_fn": "cross_entropy", "data": data, **fields}
-    return read_forward_backward(encode("ForwardBackwardRequest", message), limits=limits)
+    found = read_forward_backward(encode("ForwardBackwardRequest", message), limits=limits)
+    assert isinstance(found, ForwardBackward), "there are no images"
+    return found
 
 
 # -- losses --------------------------------------------------------------------------------------------------------------------------------
@@ -122,9 +125,72 @@ def test_datums_of_different_widths_stand_in_one_batch() -> None:
     assert data.batch.positions.tolist() == [0, 1, 2, 2, 2] and data.batch.targets.tolist() == [2, 3, 4, 5, 6]
 
 
+# -- images --------------------------------------------------------------------------------------------------------------------------------
+
+SEEING = WireLimits(vocab_size=100, context=16, max_images=2)
+ID = 2**30 + 7
+PNG = {"data": b"\x89PNG\r\n\x1a\n", "format": "png"}
+
+
+def with_image(*text: int, **inputs: Any) -> dict[str, Any]:
+    """A token, an image of three tokens, and a text."""
+    made = datum(*text, **inputs)
+    return {**made, "model_input": [{"encoded_text": {"tokens": np.array([1], "<i4").tobytes()}}, {"image": PNG}, *made["model_input"]]}
+
+
+def read_images(*data: dict[str, Any], limits: WireLimits = SEEING, **fields: Any) -> ForwardBackward:
+    message = {"model_id": "m", "seq_id": 4, "loss_fn": "cross_entropy", "data": data, **fields}
+    unread = read_forward_backward(encode("ForwardBackwardRequest", message), limits=limits)
+    assert isinstance(unread, UnreadPass) and (unread.model_id, unread.seq_id) == ("m", 4)
+    return unread.read(dict.fromkeys(unread.images, ReadImage(np.array([5, ID, ID], np.int32), 8)))
+
+
+def test_an_image_stands_in_its_place_and_its_tokens_are_not_trained() -> None:
+    data = read_images(with_image(6, 7, target_tokens=[0, 0, 0, 6, 7, 8]), datum(1, target_tokens=[2])).data
+    assert data.batch.tokens.tolist() == [1, 5, ID, ID, 6, 7, 1] and data.patches == (8, 0)
+    assert data.batch.columns["loss_weights"].tolist() == [0, 0, 0, 1, 1, 1, 1]
+    assert read_images(
+        with_image(6, target_tokens=[[0, 0]] * 5)).data.batch.columns["loss_weights"].tolist() == [0] * 6 + [1] * 4
+    assert not read(PLAIN).data.patches
+
+
+def test_losses_stand_on_text_alone() -> None:
+    zeros = [0.0] * 6
+    targets, late, early = [0, 0, 0, 6, 7, 8], [*zeros[:5], 1.0], [*zeros[:2], 1.0, *zeros[3:]]
+    assert read_images(with_image(6, 7, target_tokens=targets, weights=late)).data.batch.columns["loss_weights"].tolist() == late
+    says = "must be 0 where the next token is an image's, as at position 2; only text is trained"
+    with pytest.raises(BadRequestError, match=rf"data\[0\].weights {says}") as caught:
+        read_images(with_image(6, 7, target_tokens=targets, weights=early))
+    assert (caught.value.model_id, caught.value.seq_id) == ("m", 4)
+    policy = {"target_tokens": targets, "logprobs": zeros}
+    for loss in ("importance_sampling", "ppo"):
+        assert read_images(with_image(6, 7, **policy, advantages=late), loss_fn=loss).data.batch.columns["advantages"].tolist() == late
+        with pytest.raises(BadRequestError, match=rf"data\[0\].advantages {says}"):
+            read_images(with_image(6, 7, **policy, advantages=early), loss_fn=loss)
+    with pytest.raises(BadRequestError, match=rf"data\[0\].sequence_ratio_mask {says}"):
+        read_images(with_image(6, 7, **policy, advantages=late, sequence_ratio_mask=early), loss_fn="gspo")
+    wide = [[0.0, 0.0]] * 6
+    wide[2] = [0.0, 0.5]
+    with pytest.raises(BadRequestError, match=rf"data\[0\].weights {says}"):
+        read_images(with_image(6, 7, target_tokens=[[0, 0]] * 6, weights=wide))
+
+
+def test_what_does_not_fit_an_image_is_refused_with_its_place() -> None:
+    with pytest.raises(BadRequestError, match=r"data\[0\].target_tokens must have the shape .* for N = 5 tokens of model_input, got \[3\]"):
+        read_images(with_image(6, target_tokens=[0, 0, 6]))
+    with pytest.raises(BadRequestError, match=r"data\[0\].model_input must have 1 to 4 tokens, got 5"):
+        read_images(with_image(6, target_tokens=[0] * 5), limits=WireLimits(vocab_size=100, context=4, max_images=2))
+    many = {"model_input": [{"image": PNG}] * 3, "loss_fn_inputs": {}}
+    with pytest.raises(BadRequestError, match=r"data\[1\].model_input has 3 images, allowed are 2 here; leave some out"):
+        read_images(PLAIN, many)
+    resized = {"model_input": [{"image": {**PNG, "override_dimensions": b""}}], "loss_fn_inputs": {}}
+    with pytest.raises(BadRequestError, match=r"data\[0\].model_input.chunks\[0\] asks for other dimensions"):
+        read_images(resized)
+
+
 # -- what is refused -----------------------------------------------------------------------------------------------------------------------
 
-IMAGE = {"model_input": [{"image": b"1"}], "loss_fn_inputs": {}}
+IMAGE = {"model_input": [{"image": PNG}], "loss_fn_inputs": {}}
 
 
 @pytest.mark.parametrize(("data", "fields", "says"), [
@@ -136,7 +202,7 @@ IMAGE = {"model_input": [{"image": b"1"}], "loss_fn_inputs": {}}
     ([datum(1, 2, **POLICY)], {"loss_fn": "dro", "loss_fn_config_v2": {"beta": {"text": "high"}}}, "beta .* must be a number, got 'high'"),
     ([datum(1, 2, **POLICY)], {"loss_fn": "dro", "loss_fn_config_v2": {"beta": {"number": float("nan")}}}, "beta of dro must be finite"),
     ([datum(1, 2, **POLICY)], {"loss_fn": "ppo", "loss_fn_config_v2": {"clip_low_threshold": {"number": 2.0}}}, "0 <= low <= high"),
-    ([PLAIN, IMAGE], {}, r"data\[1\].model_input holds image; this server takes text only"),
+    ([PLAIN, IMAGE], {}, r"data\[1\].model_input.chunks\[0\] is an image, and this model reads text alone here"),
     ([{"model_input": [{"dmel": b"1"}]}], {}, r"data\[0\].model_input holds dmel"),
     ([{"model_input": [{}]}], {}, r"data\[0\].model_input holds nothing"),
     ([{"model_input": [{"encoded_text": {"tokens": b"123"}}]}], {}, r"data\[0\].model_input must hold int32 tokens of 4 bytes"),

@@ -14,6 +14,7 @@ from offbeat.service.app.body import Bodies
 from offbeat.service.app.journal import Journal
 from offbeat.service.app.metrics import StatusCollector, scrape
 from offbeat.service.app.reply import Served
+from offbeat.service.app.request_images import RequestImages
 from offbeat.service.app.routes_chat import ChatRoutes
 from offbeat.service.app.routes_completions import CompletionRoutes
 from offbeat.service.app.routes_rest import Exports, RestRoutes
@@ -56,6 +57,7 @@ def open_front(
     incidents: Incidents | None = None,
 ) -> Front:
     """Assemble the application. `tokenizer` is the base model's; `incidents` concern ranks and engines."""
+    reading = RequestImages(served.images)
     registry, exports, archives = CollectorRegistry(), Exports(service.library.external_folder), Archives(service.library)
     journal, incidents = Journal(registry), incidents or Incidents()
 
@@ -71,11 +73,11 @@ def open_front(
     page = StatusPage(status, journal, public=settings.public_status, names=settings.names)
     registry.register(StatusCollector(status))
     endpoints = [
-        *SamplingRoutes(service, sampling, served).endpoints,  # requested most often, and routes are tried in order
+        *SamplingRoutes(service, sampling, served, reading).endpoints,  # requested most often, and routes are tried in order
         *ChatRoutes(sampling, service.library, served, replace(tokenizer, name=served.base_model)).endpoints,
         *CompletionRoutes(sampling, served, replace(tokenizer, name=served.base_model)).endpoints,
-        *TrainingRoutes(service, served).endpoints, *SessionRoutes(service, served).endpoints, *RestRoutes(service, exports).endpoints,
-        archives.endpoint]
+        *TrainingRoutes(service, served, reading).endpoints, *SessionRoutes(service, served).endpoints,
+        *RestRoutes(service, exports).endpoints, archives.endpoint]
     public = [*page.routes, exports.route, archives.route, Route("/metrics", page.shielded(lambda: scrape(registry)))]
     app = make_app(
         endpoints, public, keys=keys, bodies=Bodies(settings.max_body_bytes), journal=journal, names=settings.names,

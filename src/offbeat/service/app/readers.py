@@ -18,14 +18,13 @@ Beside = Callable[..., T]
 
 SMALL_BYTES = 1 << 15
 """Size up to which a body is parsed on the event loop, which never takes more than about 10 ms."""
-_THREADS = 2
 
 
 class Readers:
     """A few threads for parsing and writing."""
 
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="reader")
+    def __init__(self, num_threads: int = 2) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="reader")
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def run(self, owner: str, function: Beside[T], *args: Any, **kwargs: Any) -> T:

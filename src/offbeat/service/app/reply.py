@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from offbeat.chat.refusals import Refusal, WriteError, error_response, json_response, param_of
 from offbeat.connections import write_detail
+from offbeat.data.image_reader import ImageReader
 from offbeat.errors import OffbeatError
 from offbeat.listening import ReadBody
 from offbeat.service.app.readers import SMALL_BYTES, Beside, Readers
@@ -33,6 +34,7 @@ class Served:
         tokenizer_id: name by which clients load the tokenizer, such as "Qwen/Qwen3-0.6B".
         stable_reinforce: name of the loss that is used for "stable_reinforce"; empty refuses that loss.
         sampled: limits of the models that are only sampled, by name.
+        images: reads those of the base model; None where it reads none.
     """
 
     base_model: str
@@ -42,6 +44,7 @@ class Served:
     stable_reinforce: str = ""
     aliases: tuple[str, ...] = ()
     sampled: Mapping[str, WireLimits] = field(default_factory=dict)
+    images: ImageReader | None = None
 
 
 @dataclass(frozen=True)

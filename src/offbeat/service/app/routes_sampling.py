@@ -1,36 +1,50 @@
 """Endpoints of samplers, and of all futures, which clients poll with long waits; a poll without an answer yet returns the reason."""
 
 import asyncio
+from dataclasses import dataclass
 
 from starlette.responses import Response
 
 from offbeat.errors import StorageError
 from offbeat.service.app.reply import Call, Endpoint, Served, answer
+from offbeat.service.app.request_images import RequestImages
 from offbeat.service.sampling import SamplingService
 from offbeat.service.service import ServiceCore
 from offbeat.service.types import Pending, SampleRequest
 from offbeat.service.wire import rest
 from offbeat.service.wire.bodies import CreateSamplingSessionBody, RetrieveFutureBody
-from offbeat.service.wire.json_body import read_json
-from offbeat.service.wire.sample_body import SampleBody
+from offbeat.service.wire.chunks import Piece, images_in
+from offbeat.service.wire.limits import WireLimits
+from offbeat.service.wire.sample_body import SampleBody, SampleWithImages, read_sample
 
 _POLL_S = 25.0  # clients wait for 45 s, and proxies often for 30 s
 _PAUSE_S = 2.0
 _NOT_YET = 408
 
 
+@dataclass(frozen=True)
+class _Unread:
+    """A request whose prompt has images, which have not been read."""
+
+    body: SampleBody
+    limits: WireLimits
+    pieces: tuple[Piece, ...]
+
+
 class SamplingRoutes:
-    def __init__(self, service: ServiceCore, sampling: SamplingService, served: Served) -> None:
+    def __init__(self, service: ServiceCore, sampling: SamplingService, served: Served, images: RequestImages) -> None:
         self._service = service
         self._sampling = sampling
         self._served = served
+        self._images = images
 
     @property
     def endpoints(self) -> list[Endpoint]:
+        body = SampleWithImages if self._served.limits.max_images else SampleBody
         return [
             Endpoint("POST", "/api/v1/create_sampling_session", self._create),
             Endpoint("GET", "/api/v1/samplers/{sampler}", self._info),
-            Endpoint("POST", "/api/v1/asample", self._sample, quiet=True, max_body_bytes=SampleBody.max_bytes),
+            Endpoint("POST", "/api/v1/asample", self._sample, quiet=True, max_body_bytes=body.max_bytes),
             Endpoint("POST", "/api/v1/retrieve_future", self._retrieve, quiet=True),
         ]
 
@@ -45,12 +59,17 @@ class SamplingRoutes:
         return answer(rest.sampler(self._sampling.samplers.info(call.caller, call.param("sampler"))))
 
     async def _sample(self, call: Call) -> Response:
-        def read(data: bytes) -> SampleRequest:
-            body = read_json(SampleBody, data)
+        def read(data: bytes) -> SampleRequest | _Unread:
+            body = read_sample(data, takes_images=self._served.limits.max_images > 0)
             model = self._sampling.samplers.find(call.caller, body.sampling_session_id).base_model
-            return body.request(self._served.sampled.get(model, self._served.limits))
+            limits = self._served.sampled.get(model, self._served.limits)
+            pieces = body.pieces(limits)
+            return _Unread(body, limits, pieces) if images_in(pieces) else body.request(limits, pieces)
 
         request = await call.read(read)
+        if isinstance(request, _Unread):
+            images = await self._images.read(call.caller.owner, images_in(request.pieces))
+            request = request.body.request(request.limits, request.pieces, images)
         return answer(rest.sample_accepted(self._sampling.sample(call.caller, request), num_samples=request.num_samples))
 
     async def _retrieve(self, call: Call) -> Response:

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from offbeat.listening import ReadBody
 from offbeat.service.app.reply import Call, Endpoint, Handler, Served, accepted, answer
+from offbeat.service.app.request_images import RequestImages
 from offbeat.service.errors import BadRequestError, RequestError, UnknownError
 from offbeat.service.ids import model_id
 from offbeat.service.service import ServiceCore
@@ -26,7 +27,7 @@ from offbeat.service.wire.bodies import (
     SaveWeightsBody,
 )
 from offbeat.service.wire.json_body import metadata_of, read_json
-from offbeat.service.wire.training import read_forward_backward
+from offbeat.service.wire.training import ForwardBackward, UnreadPass, read_forward_backward
 
 
 class Ordered(Protocol):
@@ -44,9 +45,10 @@ Act = Callable[[Caller, R], Awaitable[str]]
 
 
 class TrainingRoutes:
-    def __init__(self, service: ServiceCore, served: Served) -> None:
+    def __init__(self, service: ServiceCore, served: Served, images: RequestImages) -> None:
         self._service = service
         self._served = served
+        self._images = images
 
     @property
     def endpoints(self) -> list[Endpoint]:
@@ -84,8 +86,15 @@ class TrainingRoutes:
             raise BadRequestError("forward_backward takes application/x-protobuf; update the tinker SDK to 0.26 or later")
         return await self._submit(
             call, partial(read_forward_backward, limits=self._served.limits, stable_reinforce=self._served.stable_reinforce),
-            lambda caller, request: self._service.forward_backward(
-                caller, model_id=request.model_id, seq_id=request.seq_id, data=request.data, forward_only=request.forward_only))
+            lambda _, request: self._pass(call, request))
+
+    async def _pass(self, call: Call, request: ForwardBackward | UnreadPass) -> str:
+        if isinstance(request, ForwardBackward):
+            return await self._service.forward_backward(
+                call.caller, model_id=request.model_id, seq_id=request.seq_id, data=request.data, forward_only=request.forward_only)
+        with self._service.expecting(call.caller, request.model_id, request.seq_id):
+            images = await self._images.read(call.caller.owner, request.images)
+            return await self._pass(call, await call.beside(request.read, images))
 
     async def _forward(self, _: Call) -> Response:
         raise UnknownError(

@@ -19,6 +19,7 @@ class WireLimits:
         max_width: number of targets at one position, K of a tensor [N, K].
         max_datum_cells: number of cells in one datum, which is computed as a whole.
         max_fields: number of protocol-buffer fields; each takes about a microsecond to read.
+        max_images: number of images in one sequence or prompt; 0 for a model that reads none.
     """
 
     vocab_size: int
@@ -29,6 +30,7 @@ class WireLimits:
     max_width: int = 1024
     max_datum_cells: int = 2 << 20
     max_fields: int = 1_000_000
+    max_images: int = 0
 
     def check_length(self, name: str, length: int) -> None:
         """Check the length of a sequence; raises BadRequestError if the sequence has no tokens, or more than the context."""

@@ -1,14 +1,15 @@
 """JSON body of sampling requests, and its conversion to the service's own terms. Used by `app`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
 
-from offbeat.service.errors import BadRequestError
+from offbeat.service.errors import BadRequestError, TooLargeError
 from offbeat.service.types import SampleRequest, SparseArray
-from offbeat.service.wire.json_body import MAX_SAMPLE_BYTES, Body, Count, Seed, Text
+from offbeat.service.wire.chunks import NO_IMAGES, Piece, ReadImages, check_count, image_chunk, join
+from offbeat.service.wire.json_body import MAX_SAMPLE_BYTES, Body, Count, Seed, Text, read_json
 from offbeat.service.wire.limits import WireLimits
 from offbeat.service.wire.schema import INT64
 from offbeat.service.wire.tensors import read_tensor
@@ -17,15 +18,22 @@ Token = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 TokenOrNone = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
 TopTokens = Annotated[int, msgspec.Meta(ge=0, le=256)]
 
+MAX_IMAGE_SAMPLE_BYTES = 64 << 20
+"""Limit for bodies with images, which hold a few files of the largest size in base64."""
+
 _MAX_STOP_CHARS = 4096
 """Limit for all stop strings together, for which engines search at every token."""
 
 
 class Chunk(Body):
-    """A piece of a prompt."""
+    """A piece of a prompt: tokens of a text, or the file of an image in base64."""
 
     type: str = "encoded_text"
     tokens: list[Token] | None = None
+    data: bytes = b""
+    format: str = ""
+    expected_tokens: Count | None = None
+    override_dimensions: dict[str, msgspec.Raw] | None = None
 
 
 class PromptBody(Body):
@@ -91,9 +99,24 @@ class SampleBody(Body):
     prompt_alt_tokens_k: TopTokens = 0
     prompt_logprobs_last_n: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
-    def request(self, limits: WireLimits) -> SampleRequest:
-        """Convert the body; raises BadRequestError if the prompt is empty, too long or not text, or a field does not fit it."""
-        prompt = self._prompt(limits)
+    def pieces(self, limits: WireLimits) -> tuple[Piece, ...]:
+        """Return the prompt's texts and images.
+
+        Raises:
+            BadRequestError: a chunk is neither, its image cannot be one, or there are too many.
+        """
+        pieces = tuple(_piece(f"prompt.chunks[{index}]", chunk, limits) for index, chunk in enumerate(self.prompt.chunks))
+        check_count("prompt", pieces, limits)
+        return pieces
+
+    def request(self, limits: WireLimits, pieces: Sequence[Piece], images: ReadImages = NO_IMAGES) -> SampleRequest:
+        """Convert the body; raises BadRequestError if the prompt is empty or too long, or a field does not fit it.
+
+        Args:
+            images: all images among the pieces of the prompt.
+        """
+        joined = join("prompt", pieces, images, limits=limits)
+        prompt = tuple(joined.tokens.tolist())
         last_n, params = self.prompt_logprobs_last_n, self.sampling_params
         if last_n is not None and (not self.prompt_logprobs or last_n >= len(prompt)):
             raise BadRequestError(
@@ -104,16 +127,7 @@ class SampleBody(Body):
             top_k=max(params.top_k, 0), top_p=params.top_p, prompt_logprobs=bool(self.prompt_logprobs),
             topk_prompt_logprobs=self.topk_prompt_logprobs, topk_sample_logprobs=self.topk_sample_logprobs,
             target_prompt_logprobs=self._targets(len(prompt), limits), prompt_alt_tokens_k=self.prompt_alt_tokens_k,
-            prompt_logprobs_last_n=last_n)
-
-    def _prompt(self, limits: WireLimits) -> tuple[int, ...]:
-        for index, chunk in enumerate(self.prompt.chunks):
-            if chunk.type != "encoded_text" or chunk.tokens is None:
-                raise BadRequestError(f"prompt.chunks[{index}] is {chunk.type[:80]!r}; this server takes encoded_text only, with tokens")
-        tokens = tuple(token for chunk in self.prompt.chunks for token in chunk.tokens or ())
-        limits.check_length("prompt", len(tokens))
-        limits.check_ids("prompt", tokens)
-        return tokens
+            prompt_logprobs_last_n=last_n, num_patches=joined.num_patches)
 
     def _targets(self, length: int, limits: WireLimits) -> SparseArray | None:
         """Return [length, K] int64. The request's rows start at the second position, because the first cannot be scored."""
@@ -126,3 +140,34 @@ class SampleBody(Body):
         limits.check_ids(name, read.values[read.values != -1])
         width, wanted = read.shape[1], np.flatnonzero(read.values != -1)
         return SparseArray(read.values[wanted], (wanted if read.cells is None else read.cells[wanted]) + width, (length, width))
+
+
+def _piece(name: str, chunk: Chunk, limits: WireLimits) -> Piece:
+    if chunk.type == "image":
+        resized = chunk.override_dimensions is not None
+        return image_chunk(name, chunk.data, chunk.format, chunk.expected_tokens, limits=limits, resized=resized)
+    if chunk.type == "image_asset_pointer":
+        raise BadRequestError(f"{name} points to an image, and nothing is fetched; send its bytes as an image chunk")
+    if chunk.type != "encoded_text" or chunk.tokens is None:
+        raise BadRequestError(
+            f"{name} is {chunk.type[:80]!r}; this server takes encoded_text, with tokens, and image for a model that reads images")
+    return np.array(chunk.tokens, np.int64)
+
+
+class SampleWithImages(SampleBody):
+    """Body of POST asample for a model that reads images, whose files may make it larger."""
+
+    max_bytes: ClassVar[int] = MAX_IMAGE_SAMPLE_BYTES
+
+
+def read_sample(data: bytes, *, takes_images: bool) -> SampleBody:
+    """Parse a body; raises as `read_json`. Whatever its images are, it has no more values than one of text may have.
+
+    Args:
+        takes_images: whether the server's model reads images.
+    """
+    if not takes_images:
+        return read_json(SampleBody, data)
+    if len(data) > SampleBody.max_bytes and data.count(b",") > SampleBody.max_bytes // 2:
+        raise TooLargeError(f"the body may have at most {SampleBody.max_bytes} bytes beside its images; send less at once")
+    return read_json(SampleWithImages, data)

@@ -19,8 +19,9 @@ ForwardBackwardRequest  1 model_id string, 2 seq_id int32, 3 data Datum*, 4 loss
                         7 loss_fn_config_v2 {LossConfigValue}
 LossConfigValue         1 number double, 2 text string
 Datum                   1 model_input Chunk*, 2 loss_fn_inputs {Tensor}
-Chunk                   1 encoded_text EncodedTextChunk, 2 image bytes, 3 dmel bytes
+Chunk                   1 encoded_text EncodedTextChunk, 2 image ImageChunk, 3 dmel bytes
 EncodedTextChunk        1 tokens bytes
+ImageChunk              1 data bytes, 2 format string, 3 expected_tokens int32, 4 override_dimensions bytes
 Tensor                  1 dense bytes, 2 sparse_csr SparseCsr, 3 dtype int32, 4 shape int64*
 SparseCsr               1 values bytes, 2 crow_indices bytes, 3 col_indices bytes
 ForwardBackwardOutput   1 loss_fn_output_type string, 2 loss_fn_outputs ArrayRecord*, 3 metrics {double}

@@ -1,10 +1,12 @@
 """Parses requests for forward and backward passes into a batch. Used by `app`.
 
-A body is checked as a whole before any work on it begins, and errors name the datum and the field.
+A body is checked as a whole before any work on it begins, and errors name the datum and the field. A request with images is parsed in two
+parts, and between them its images are read.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,7 @@ from offbeat.data.ranges import bounds
 from offbeat.errors import DataError
 from offbeat.service.errors import BadRequestError, RequestError, TooLargeError
 from offbeat.service.types import Layout, TrainingData
+from offbeat.service.wire.chunks import ImageChunk, Joined, Piece, ReadImages, check_count, image_chunk, images_in, join
 from offbeat.service.wire.limits import WireLimits
 from offbeat.service.wire.proto import Message, decode_proto
 from offbeat.service.wire.tensors import Tensor, read_tensor
@@ -25,6 +28,8 @@ _INPUTS = {"loss_weights": "weights", "rollout_logprobs": "logprobs", "advantage
 """Columns of a batch, with their names in the protocol. Only cross-entropy takes weights; elsewhere an advantage of 0 trains nothing."""
 _CONSTANTS = {"clip_low": "clip_low_threshold", "clip_high": "clip_high_threshold", "beta": "beta"}
 _TOKEN = np.dtype("<i4")
+_TRAINING = frozenset(("weights", "advantages", "sequence_ratio_mask"))
+"""Inputs that say which targets are trained, where they are not 0."""
 _UNPUBLISHED = "stable_reinforce"
 """A loss of the hosted service whose formula is not public."""
 
@@ -39,10 +44,35 @@ class ForwardBackward:
     data: TrainingData
 
 
-def read_forward_backward(body: bytes, *, limits: WireLimits, stable_reinforce: str = "") -> ForwardBackward:
-    """Parse a request for a pass.
+@dataclass(frozen=True, eq=False)
+class UnreadPass:
+    """A request for a pass whose images have not been read.
 
-    Without `weights`, cross_entropy gives every stored target the weight 1.
+    Attributes:
+        images: of all datums, in order.
+    """
+
+    model_id: str
+    seq_id: int
+    images: tuple[ImageChunk, ...]
+    _message: Message
+    _limits: WireLimits
+    _loss: LossSpec
+    _inputs: "tuple[tuple[Piece, ...], ...]"
+
+    def read(self, images: ReadImages) -> ForwardBackward:
+        """Parse the rest of the request; raises as `read_forward_backward`."""
+        with _placed(self._message):
+            reader = _DatumReader(self._loss, self._limits)
+            for index, (datum, pieces) in enumerate(zip(self._message["data"], self._inputs, strict=True)):
+                reader.add(f"data[{index}]", datum, pieces, images)
+            return ForwardBackward(self.model_id, self.seq_id, self._message.get("forward_only", False), reader.batch())
+
+
+def read_forward_backward(body: bytes, *, limits: WireLimits, stable_reinforce: str = "") -> ForwardBackward | UnreadPass:
+    """Parse a request for a pass, as far as its images allow.
+
+    Without `weights`, cross_entropy gives every stored target the weight 1, and those that are an image's tokens 0.
 
     Args:
         stable_reinforce: name of the loss that is used for "stable_reinforce", with its own default settings; empty refuses that loss.
@@ -52,28 +82,50 @@ def read_forward_backward(body: bytes, *, limits: WireLimits, stable_reinforce: 
         TooLargeError: the request exceeds a limit. Either error carries the model and the number of the request if they could be read.
     """
     message: Message = {}
-    try:
+    with _placed(message):
         decode_proto("ForwardBackwardRequest", body, max_fields=limits.max_fields, into=message)
         model_id, seq_id = message.get("model_id", ""), message.get("seq_id", 0)
         if not model_id or seq_id < 1:
             raise BadRequestError(f"model_id must be given and seq_id at least 1, got {model_id[:80]!r} and {seq_id}")
-        return ForwardBackward(model_id, seq_id, message.get("forward_only", False), _training_data(message, limits, stable_reinforce))
+        loss, data = _loss(message, stable_reinforce), message.get("data", [])
+        if not data:
+            raise BadRequestError("data must hold at least one datum")
+        if len(data) > limits.max_datums:
+            raise TooLargeError(f"data must hold at most {limits.max_datums} datums, got {len(data)}; send them in several requests")
+        inputs = tuple(_pieces(f"data[{index}].model_input", datum.get("model_input", []), limits) for index, datum in enumerate(data))
+    unread = UnreadPass(
+        model_id, seq_id, tuple(image for pieces in inputs for image in images_in(pieces)), message, limits, loss, inputs)
+    return unread if unread.images else unread.read({})
+
+
+@contextmanager
+def _placed(message: Message) -> Iterator[None]:
+    """Give errors the model and the number of a request, as far as they are known."""
+    try:
+        yield
     except RequestError as exc:
         exc.model_id, exc.seq_id = message.get("model_id", ""), message.get("seq_id", 0)
         raise
 
 
-def _training_data(message: Message, limits: WireLimits, stand_in: str) -> TrainingData:
-    loss = _loss(message, stand_in)
-    data = message.get("data", [])
-    if not data:
-        raise BadRequestError("data must hold at least one datum")
-    if len(data) > limits.max_datums:
-        raise TooLargeError(f"data must hold at most {limits.max_datums} datums, got {len(data)}; send them in several requests")
-    reader = _DatumReader(loss, limits)
-    for index, datum in enumerate(data):
-        reader.add(f"data[{index}]", datum)
-    return reader.batch()
+def _pieces(name: str, chunks: Sequence[Message], limits: WireLimits) -> tuple[Piece, ...]:
+    pieces: list[Piece] = []
+    for index, chunk in enumerate(chunks):
+        if chunk.keys() == {"image"}:
+            image = chunk["image"]
+            pieces.append(image_chunk(
+                f"{name}.chunks[{index}]", image.get("data", b""), image.get("format", ""), image.get("expected_tokens"), limits=limits,
+                resized="override_dimensions" in image))
+            continue
+        if chunk.keys() != {"encoded_text"}:
+            kind = " and ".join(chunk) or "nothing"
+            raise BadRequestError(f"{name} holds {kind}; this server takes encoded_text, and image for a model that reads images")
+        data = chunk["encoded_text"].get("tokens", b"")
+        if len(data) % _TOKEN.itemsize:
+            raise BadRequestError(f"{name} must hold int32 tokens of 4 bytes, got {len(data)} bytes")
+        pieces.append(np.frombuffer(data, _TOKEN))
+    check_count(name, pieces, limits)
+    return tuple(pieces)
 
 
 def _loss(message: Message, stand_in: str) -> LossSpec:
@@ -113,9 +165,11 @@ class _DatumReader:
         self._counts: list[np.ndarray] = []
         self._columns: dict[str, list[np.ndarray]] = {name: [] for name in ("targets", *self._inputs.values())}
         self._layouts: list[Layout] = []
+        self._patches: list[int] = []
 
-    def add(self, name: str, datum: Message) -> None:
-        tokens = self._read_tokens(name, datum.get("model_input", []))
+    def add(self, name: str, datum: Message, pieces: Sequence[Piece], images: ReadImages) -> None:
+        joined = self._joined(name, pieces, images)
+        tokens = joined.tokens
         tensors = self._read_tensors(name, datum.get("loss_fn_inputs", {}))
         targets = tensors.pop("target_tokens")
         self._check_targets(name, targets, len(tokens))
@@ -124,32 +178,29 @@ class _DatumReader:
                 raise BadRequestError(
                     f"{name}.{key} must have the shape {list(targets.shape)} of target_tokens, got {list(tensor.shape)}")
         cells = _cells([targets, *tensors.values()])
+        unseen = _before_images(joined)
+        if unseen is not None:
+            for key in _TRAINING & tensors.keys():
+                _check_untrained(f"{name}.{key}", tensors[key], unseen)
         self._tokens.append(tokens)
+        self._patches.append(joined.num_patches)
         self._layouts.append(Layout(targets.shape, cells))
         width = targets.shape[-1] if len(targets.shape) == 2 else 1
         self._counts.append(np.full(len(tokens), width) if cells is None else np.bincount(cells // width, minlength=len(tokens)))
         for key, tensor in {"target_tokens": targets, **tensors}.items():
             self._columns[self._inputs.get(key, "targets")].append(tensor.at(cells))
         if "weights" in self._inputs and "weights" not in tensors:
-            self._columns["loss_weights"].append(np.ones(len(self._columns["targets"][-1]), np.float32))
+            weights = np.ones(len(self._columns["targets"][-1]), np.float32)
+            if unseen is not None:
+                weights[np.repeat(unseen, self._counts[-1])] = 0
+            self._columns["loss_weights"].append(weights)
 
-    def _read_tokens(self, name: str, chunks: Sequence[Message]) -> np.ndarray:
-        parts = []
-        for chunk in chunks:
-            if chunk.keys() != {"encoded_text"}:
-                kind = " and ".join(chunk) or "nothing"
-                raise BadRequestError(f"{name}.model_input holds {kind}; this server takes text only, as encoded_text")
-            data = chunk["encoded_text"].get("tokens", b"")
-            if len(data) % _TOKEN.itemsize:
-                raise BadRequestError(f"{name}.model_input must hold int32 tokens of 4 bytes, got {len(data)} bytes")
-            parts.append(np.frombuffer(data, _TOKEN))
-        tokens = np.concatenate(parts) if parts else np.empty(0, _TOKEN)
-        self._limits.check_length(f"{name}.model_input", len(tokens))
-        self._limits.check_ids(f"{name}.model_input", tokens)
-        self._tokens_left -= len(tokens)
+    def _joined(self, name: str, pieces: Sequence[Piece], images: ReadImages) -> Joined:
+        joined = join(f"{name}.model_input", pieces, images, limits=self._limits)
+        self._tokens_left -= len(joined.tokens)
         if self._tokens_left < 0:
             raise TooLargeError(f"data must hold at most {self._limits.max_tokens} tokens; send it in several requests")
-        return tokens
+        return joined
 
     def _read_tensors(self, name: str, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         known = ("target_tokens", *self._inputs)
@@ -190,7 +241,7 @@ class _DatumReader:
                 sequences={"group_ids": np.arange(num), "prefix_lens": np.zeros(num, np.int64)}, losses=(self._loss,))
         except DataError as exc:
             raise BadRequestError(f"data is wrong: {exc}") from exc
-        return TrainingData(batch, tuple(self._layouts))
+        return TrainingData(batch, tuple(self._layouts), tuple(self._patches) if any(self._patches) else ())
 
 
 def _cells(tensors: Sequence[Tensor]) -> np.ndarray | None:
@@ -202,3 +253,18 @@ def _cells(tensors: Sequence[Tensor]) -> np.ndarray | None:
         return first  # as clients send them; a union would take most of the time of reading thousands of small datums
     listed = [np.flatnonzero(tensor.values) if tensor.cells is None else tensor.cells for tensor in tensors]
     return np.unique(np.concatenate(listed))
+
+
+def _before_images(joined: Joined) -> np.ndarray | None:
+    """Return at which positions the next token is an image's, [N] bool; None if there is no image."""
+    return np.append(joined.of_image[1:], False) if joined.of_image.any() else None
+
+
+def _check_untrained(name: str, tensor: Tensor, unseen: np.ndarray) -> None:
+    """Refuse an input that trains targets which are tokens of an image, since these are given and never sampled."""
+    trained = np.flatnonzero(tensor.values)
+    cells = trained if tensor.cells is None else tensor.cells[trained]
+    positions = cells // (tensor.shape[1] if len(tensor.shape) == 2 else 1)
+    if (wrong := unseen[positions]).any():
+        raise BadRequestError(
+            f"{name} must be 0 where the next token is an image's, as at position {positions[wrong][0]}; only text is trained")
