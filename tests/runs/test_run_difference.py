@@ -1,14 +1,26 @@
-"""Two runs of three steps that differ by one thing, which is found at its first step. Their folders are written here, without a run."""
+"""Two runs that differ by one thing, which is found at its first step.
+
+Many are written here, three steps without a run. Those of the drill are real ones of four steps, synchronous, so that they do the same
+until the difference.
+"""
 
 import json
-from collections.abc import Callable
+import os
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
 
+from faults.workshop import Workshop
+from offbeat.checkpoint.recover import CheckpointIndex
 from offbeat.data.identity import Identity
 from offbeat.data.stream import StreamState
 from offbeat.data.trajectory import Group, Trajectory
@@ -18,6 +30,8 @@ from offbeat.journal.records import BatchTaken, JournalHead, StepComputed, StepT
 from offbeat.journal.run_journal import RunJournal
 from offbeat.runs.plan import KeptPlan
 from offbeat.runs.run_difference import compare_runs
+from offbeat.weights.protocol import Manifest
+from small_run import SmallRun, offbeat
 
 
 def group_of(number: int, place: int) -> Group:
@@ -147,6 +161,13 @@ def test_one_difference_is_found_at_its_first_step(
     assert found.num_steps == found.num_with_groups == 3
 
 
+def test_a_difference_is_not_put_down_to_the_spreading_over_ranks_where_there_is_one(tmp_path: Path) -> None:
+    one, other = (Recording("[train]\nnum_ranks = 1\n[run]\nmode = 'controller'\n") for _ in range(2))
+    the_spreading_over_ranks(other)
+    found = compare_runs(one.write(tmp_path / "a"), other.write(tmp_path / "other")).parting
+    assert found is not None and found.text == "train/loss is 0.25 in A and 0.2500000009313226 in B"
+
+
 def test_equal_runs_do_not_part_and_times_do_not_matter(tmp_path: Path) -> None:
     found = compare_runs(Recording().write(tmp_path / "a"), Recording().write(tmp_path / "other"))
     assert found.parting is None and not found.changed
@@ -155,3 +176,197 @@ def test_equal_runs_do_not_part_and_times_do_not_matter(tmp_path: Path) -> None:
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not the folder of a run"):
         compare_runs(tmp_path, tmp_path)
+
+
+REAL = {
+    "run__total_steps": "4", "rollout__max_head_offpolicyness": "0", "inference__seeded_requests": "true", "checkpoint__every_steps": "2",
+    "checkpoint__keep": "9", "checkpoint__journal_keep": "all", "data__task": "", "data__heldout_size": "0", "weights__keep": "9",
+    "weights__whole_every_versions": "1", "cluster__start_timeout_s": "600", "inference__start_timeout_s": "600"}
+
+ANOTHER_TORCH = """
+import os
+
+os.environ["ATEN_CPU_CAPABILITY"] = "default"  # torch's sums and functions then round in another way
+"""
+
+
+class StaleShop(Workshop):
+    """A workshop whose trainer can give engines the weights of the version before under the number of a version.
+
+    Attributes:
+        stale: the version; 0 for none.
+    """
+
+    stale = 0
+    _last: Manifest | None = None
+
+    async def write_weights(self, *args: Any, **kwargs: Any) -> Manifest:
+        """See `VersionWriter.write_weights`."""
+        manifest, last = await super().write_weights(*args, **kwargs), self._last
+        if last is not None and manifest.version == self.stale:
+            shutil.copytree(last.folder, manifest.folder, dirs_exist_ok=True)
+            manifest = replace(manifest, fingerprint=last.fingerprint, canary_logprobs=last.canary_logprobs)
+        self._last = manifest
+        return manifest
+
+
+@dataclass
+class RealRuns:
+    """A run of four steps, and others like it but for one thing."""
+
+    root: Path
+    model: str
+    shop: StaleShop
+    rows: list[dict[str, str]] = field(default_factory=lambda: [
+        {"prompt": f"{100 + 7 * number}>", "answer": f"{number}"} for number in range(12)])
+
+    def make(self, name: str, **changes: str) -> SmallRun:
+        """Train in a new folder, or go on in it."""
+        run = SmallRun(self.root / name, self.model)
+        done = self.shop.train(run, **self._settings(name, changes))
+        assert done.code == 0, done.error
+        return run
+
+    def make_alone(self, name: str) -> SmallRun:
+        """Train in processes of its own."""
+        run = SmallRun(self.root / name, self.model)
+        done = offbeat("train", *run.arguments(**self._settings(name, {})), timeout_s=900)
+        assert done.returncode == 0, done.stderr
+        return run
+
+    def _settings(self, name: str, changes: dict[str, str]) -> dict[str, str]:
+        """Write the rows, which every run reads from the same file, and return the settings of a run."""
+        (self.root / name).mkdir(exist_ok=True)
+        path = self.root / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+        return REAL | {"data__path": str(path)} | changes
+
+    def prompts(self, step: int) -> list[str]:
+        """The prompts of a step of the run that the others are like."""
+        return [group["prompt"] for group in SmallRun(self.root / "a", self.model).groups(step)]
+
+
+@pytest.fixture(scope="module")
+def real_runs(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> Iterator[RealRuns]:
+    root = tmp_path_factory.mktemp("real")
+    shop = StaleShop(
+        root, model_dir, journals=True, rollout__max_head_offpolicyness="0", cluster__start_timeout_s="600",
+        inference__start_timeout_s="600")
+    try:
+        runs = RealRuns(root, model_dir, shop)
+        runs.make_alone("a")
+        yield runs
+    finally:
+        shop.close()
+
+
+def flip_a_bit(run: SmallRun, tensor: str, *, byte: int, bit: int) -> None:
+    """Flip a bit of the first number of a tensor in the newest checkpoint, which is then sealed again."""
+    index = CheckpointIndex(run.folder / "checkpoints")
+    newest = index.newest()
+    assert newest is not None
+    stored = FileSystemReader(newest.folder / "ranks").read_metadata().storage_data
+    [place] = [place for key, place in stored.items() if key.fqn == tensor]
+    path = newest.folder / "ranks" / place.relative_path
+    data = bytearray(path.read_bytes())
+    values = torch.load(BytesIO(data[place.offset : place.offset + place.length]), weights_only=True)
+    at = data.index(values.numpy().tobytes(), place.offset, place.offset + place.length)
+    data[at + byte] ^= 1 << bit
+    path.write_bytes(data)
+    state = json.loads((newest.folder / "complete.json").read_bytes())
+    index.complete(newest.step, json.dumps({key: state[key] for key in state.keys() - {"checksum", "files", "format"}}).encode())
+
+
+def going_on_with_a_flipped_bit(runs: RealRuns, name: str, tensor: str, *, byte: int, bit: int) -> SmallRun:
+    flip_a_bit(runs.make(name, run__total_steps="2"), tensor, byte=byte, bit=bit)
+    return runs.make(name)
+
+
+def another_seed(runs: RealRuns) -> SmallRun:
+    return runs.make("seed", run__seed="1")
+
+
+def another_reward(runs: RealRuns) -> SmallRun:
+    """A reward that is the same but for a prompt of the second step."""
+    path = runs.root / "own_reward.py"
+    path.write_text(
+        f"def score(completion, row):\n    return float(sum(map(ord, completion)) % 3) / 2 + (row.prompt == {runs.prompts(2)[1]!r})\n")
+    return runs.make("reward", rollout__reward=f"{path}:score")
+
+
+def another_row(runs: RealRuns) -> SmallRun:
+    """The data have another row at the place of one of the third step."""
+    prompt = runs.prompts(3)[1]
+    return replace(runs, rows=[row | {"prompt": "999>"} if row["prompt"] == prompt else row for row in runs.rows]).make("row")
+
+
+def a_row_more(runs: RealRuns) -> SmallRun:
+    return replace(runs, rows=[*runs.rows, {"prompt": "999>", "answer": "9"}]).make("more")
+
+
+def another_torch(runs: RealRuns) -> SmallRun:
+    """A version of torch that says so, and computes in another way."""
+    folder = runs.root / "packages"
+    other = version("torch").partition("+")[0] + "+other"
+    about = folder / f"torch-{other}.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {other}\n")
+    (folder / "sitecustomize.py").write_text(ANOTHER_TORCH)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        return runs.make_alone("torch")
+
+
+def another_bit_of_a_weight(runs: RealRuns) -> SmallRun:
+    return going_on_with_a_flipped_bit(runs, "weight", "model.model.layers.0.input_layernorm.weight", byte=1, bit=4)
+
+
+def another_bit_of_the_optimizer(runs: RealRuns) -> SmallRun:
+    return going_on_with_a_flipped_bit(
+        runs, "optimizer", "optimizer.state.model.layers.0.input_layernorm.weight.exp_avg", byte=2, bit=6)
+
+
+def another_learning_rate(runs: RealRuns) -> SmallRun:
+    return runs.make("rate", train__optimizer__lr="2e-3")
+
+
+def another_temperature(runs: RealRuns) -> SmallRun:
+    return runs.make("temperature", rollout__temperature="0.9")
+
+
+def stale_weights(runs: RealRuns) -> SmallRun:
+    runs.shop.stale = 2
+    try:
+        return runs.make("stale")
+    finally:
+        runs.shop.stale = 0
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize(("plant", "changed", "step", "text"), [
+    (another_seed, "run.seed is 0 in A and 1 in B", 1, "is that of prompt"),
+    (another_reward, "rollout.reward is ", 2, "the reward is "),
+    (another_row, "the rows to train on differ", 3, "the model was given token "),
+    (a_row_more, "the rows to train on differ: 12 in A and 13 in B", 1, "is that of prompt"),
+    (another_torch, "torch is ", 1, "sampled"),
+    (another_bit_of_a_weight, "", 3, "sampled"),
+    (another_bit_of_the_optimizer, "", 3, " is "),
+    (another_learning_rate, "train.optimizer.lr is 0.001 in A and 0.002 in B", 1, " is "),
+    (another_temperature, "rollout.temperature is 1.0 in A and 0.9 in B", 1, "sampled"),
+    (stale_weights, "", 3, "sampled"),
+])
+def test_one_difference_of_real_runs_is_found_at_its_first_step(
+    plant: Callable[[RealRuns], SmallRun], changed: str, step: int, text: str, real_runs: RealRuns,
+) -> None:
+    found = compare_runs(real_runs.root / "a" / "small", plant(real_runs).folder)
+    print(found)
+    assert found.parting is not None and (found.parting.global_step, found.num_with_groups) == (step, 4)
+    assert text in found.parting.text and "spread" not in found.parting.text
+    assert [each for each in found.changed if each.startswith(changed)] if changed else not found.changed
+    assert len(found.changed) == bool(changed) or plant is another_torch
+
+
+@pytest.mark.drill
+def test_real_runs_that_are_alike_do_not_part(real_runs: RealRuns) -> None:
+    found = compare_runs(real_runs.root / "a" / "small", real_runs.make("same").folder)
+    assert (found.parting, found.changed, found.num_with_groups) == (None, (), 4)

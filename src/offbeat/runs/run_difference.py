@@ -71,6 +71,11 @@ class _Recorded:
     steps: Mapping[int, PastStep]
     identity: Identity | None
 
+    @property
+    def spreads(self) -> bool:
+        """Whether it has several ranks, over which sequences are spread by the times that were measured."""
+        return (self.settings.get("train.num_ranks"), self.settings.get("run.mode")) != (1, "controller")
+
 
 def compare_runs(first: Path, second: Path) -> RunDifference:
     """Compare the runs of two folders.
@@ -147,7 +152,7 @@ def _partings(number: int, a: _Recorded, b: _Recorded) -> Iterator[Parting]:
     first, second = a.steps.get(number), b.steps.get(number)
     if first is not None and second is not None:
         yield from _of_groups(number, first, second)
-        if first.computed is not None and second.computed is not None and first.computed.cost != second.computed.cost:
+        if a.spreads and first.computed is not None and second.computed is not None and first.computed.cost != second.computed.cost:
             yield from _of_metrics(number, a.rows.get(number, {}), b.rows.get(number, {}), spread=True)
     yield from _of_metrics(number, a.rows.get(number, {}), b.rows.get(number, {}))
     if first is not None and second is not None and first.computed is not None and second.computed is not None:
