@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from chaos.ledger import Ledger
 from offbeat.algorithms.coefficients import Coefficients
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.curriculum import CurriculumConfig
@@ -199,11 +201,11 @@ def test_with_other_settings_the_run_goes_on_from_the_checkpoint_alone(tmp_path:
     assert said == ["the journal is not used: continues with train.optimizer.lr = 0.0001, was 0.001"]
 
 
-def run_until_killed(run: SmallRun, condition: Callable[[], object], **changes: str) -> None:
+def run_until_killed(run: SmallRun, condition: Callable[[], object], *, timeout_s: float = 120, **changes: str) -> None:
     """Run the command, and kill it with all its processes when the condition holds."""
     with start_offbeat("train", *run.arguments(**SETTINGS | changes)) as process:
         try:
-            wait_until(lambda: process.poll() is not None or (_is_journaled(run) and condition()), timeout_s=120)
+            wait_until(lambda: process.poll() is not None or (_is_journaled(run) and condition()), timeout_s=timeout_s)
         finally:
             assert process.poll() is None, process.communicate()[1]
             os.killpg(process.pid, signal.SIGKILL)
@@ -293,6 +295,35 @@ def test_a_run_without_a_checkpoint_goes_on_from_its_journal(tmp_path: Path, mod
     assert trained[: len(before)] == before and len(set(trained)) == 24
     [told] = run.events("recovered")
     assert "from the initial model" in told["text"]
+
+
+@pytest.mark.drill
+def test_a_run_with_1000_finished_groups_loses_none_by_kills(tmp_path: Path, model_dir: str) -> None:
+    run, ledger = SmallRun(tmp_path, model_dir), Ledger(tmp_path / "small", eta=0)
+    settings = {
+        "run__total_steps": "1", "evaluate__every_steps": "0", "rollout__max_head_offpolicyness": "0",
+        "rollout__consumer_batch_size": "1500", "rollout__max_concurrent_rollouts": "64", "cluster__start_timeout_s": "600",
+        "inference__start_timeout_s": "600"}
+
+    def num_finished() -> int:
+        time.sleep(0.2)  # reading takes the run's time
+        return sum(isinstance(record, GroupFinished) for records in records_of(run).values() for record in records)
+
+    run_until_killed(run, lambda: num_finished() >= 1000, timeout_s=900, **settings)
+    ledger.audit()
+    finished = dict(ledger.finished)
+    files = run.folder / "journal"
+    run_until_killed(run, lambda: len([*files.glob("*.log")]) > 1, timeout_s=900, **settings)  # it is writing them down again
+    ledger.audit()
+    with start_offbeat("train", *run.arguments(**SETTINGS | settings)) as process:
+        error = process.communicate(timeout=900)[1]
+    assert process.returncode == 0, error
+    ledger.audit()
+    assert not ledger.problems and 1000 <= len(finished) < 1500
+    assert len(ledger.trained[1]) == len(set(ledger.trained[1])) == 1500 and finished.keys() <= set(ledger.trained[1])
+    first, second = (event["text"] for event in run.events("recovered"))
+    assert first.endswith(f"no step is redone, and {len(finished)} finished groups are kept")
+    assert int(second.split()[-5]) >= len(finished)
 
 
 ROADS = {
