@@ -24,10 +24,9 @@ from offbeat.controller.parts import RunParts, SingleProcess
 from offbeat.controller.reward_choice import choose_rewards
 from offbeat.fleet.engine_group import EngineGroup
 from offbeat.fleet.fleet import UNPUBLISHED, open_fleet
-from offbeat.journal.run_journal import NoJournal
 from offbeat.ranks.ranks import WorkerRanks
 from offbeat.ranks.trainers import Trainers
-from offbeat.runs.assemble import open_journal, open_policy
+from offbeat.runs.assemble import open_policy
 from offbeat.runs.rank_info import RankInfo
 from offbeat.runs.rollouts import EngineRollouts
 from offbeat.runs.run import RunResult, SupervisedResult, run_training
@@ -64,18 +63,11 @@ class Workshop:
 
     has_trained = True  # in another of its runs
 
-    def __init__(self, root: Path, model: str, *, num_ranks: int = 1, journals: bool = False, **changes: str) -> None:
-        """Start the processes, with `changes` of the settings of small runs.
-
-        Args:
-            journals: whether runs have a journal, which they would go on from.
-        """
+    def __init__(self, root: Path, model: str, *, num_ranks: int = 1) -> None:
         self._loop = asyncio.new_event_loop()
-        self._journals = journals
         self._stack = AsyncExitStack()
         self._published: list[str] = []
-        self._loop.run_until_complete(self._open(small_config(
-            root, model, run__name="workshop", train__num_ranks=str(num_ranks), **changes)))
+        self._loop.run_until_complete(self._open(small_config(root, model, run__name="workshop", train__num_ranks=str(num_ranks))))
 
     async def _open(self, config: Config) -> None:
         inputs = read_inputs(config)
@@ -145,10 +137,8 @@ class Workshop:
             policy = await open_policy(stack, fleet, inputs, config, writer=self)
             own = _code(config) != self._code
             user_code = await open_user_code(stack, inputs, config, record, launcher=self._launcher) if own else self._user_code
-            journal = open_journal(stack, config, inputs, record) if self._journals else NoJournal()
-            source = EngineRollouts(config, record, inputs, policy.generate, user_code, journal=journal)
-            yield RunParts(
-                config, record, inputs, self._trainers, policy.publisher, source, SingleProcess(), policy.watch, journal=journal)
+            source = EngineRollouts(config, record, inputs, policy.generate, user_code)
+            yield RunParts(config, record, inputs, self._trainers, policy.publisher, source, SingleProcess(), policy.watch)
 
 
 def _code(config: Config) -> tuple[Any, ...]:
