@@ -21,7 +21,8 @@ import numpy as np
 
 from offbeat.config.loss_terms import FILTERS, REGULARISERS
 from offbeat.data.expert_routes import join_routes
-from offbeat.data.ranges import bounds, joined, run_pieces, run_starts
+from offbeat.data.ranges import bounds, gather_ranges, joined, run_pieces, run_starts
+from offbeat.data.sample_supports import Supports, join_supports
 from offbeat.errors import DataError
 
 
@@ -149,6 +150,7 @@ class Batch:
         denominator: number of targets or sequences over which the loss weights average, to weigh batches that were drawn separately.
         routes: [T, K], the experts that each token used when it was sampled, for the trainer to replay; see `data.expert_routes`. None
             where routers choose.
+        supports: of the M targets, the tokens among which each was drawn; see `data.sample_supports`. None where all are whole.
     """
 
     tokens: np.ndarray
@@ -161,6 +163,7 @@ class Batch:
     adapters: tuple[str, ...] = ()
     denominator: float = 1.0
     routes: np.ndarray | None = None
+    supports: Supports | None = None
 
     def __post_init__(self) -> None:
         for name, dtype in (("tokens", np.int32), ("offsets", np.int64), ("positions", np.int64), ("targets", np.int32)):
@@ -174,6 +177,8 @@ class Batch:
         _check_length("targets", self.targets, len(self.positions))
         if self.routes is not None:
             _check_length("routes", self.routes, len(self.tokens))
+        if self.supports is not None:
+            _check_length("supports", self.supports, len(self.positions))
         for field_name, dtype, length in (("columns", np.float32, len(self.positions)), ("sequences", np.int64, len(self))):
             given: Mapping[str, Any] = getattr(self, field_name)
             arrays = {name: _vector(name, values, dtype) for name, values in given.items()}
@@ -304,7 +309,8 @@ class Batch:
             self, tokens=joined(self.tokens, tokens), offsets=offsets, positions=positions,
             targets=joined(self.targets, targets), columns={name: joined(values, targets) for name, values in self.columns.items()},
             sequences={name: values[indices] for name, values in self.sequences.items()},
-            routes=None if self.routes is None else joined(self.routes, tokens))
+            routes=None if self.routes is None else joined(self.routes, tokens),
+            supports=None if self.supports is None else self.supports.take(gather_ranges(self.target_offsets, indices)))
 
     @classmethod
     def concatenate(cls, parts: Sequence["Batch"]) -> "Batch":
@@ -332,7 +338,8 @@ class Batch:
                 name: np.concatenate([part.columns.get(name, np.zeros(part.num_targets, np.float32)) for part in parts])
                 for name in dict.fromkeys(name for part in parts for name in part.columns)},
             sequences=sequences, losses=losses, adapters=adapters, denominator=parts[0].denominator,
-            routes=join_routes([part.routes for part in parts], [part.num_tokens for part in parts]))
+            routes=join_routes([part.routes for part in parts], [part.num_tokens for part in parts]),
+            supports=join_supports([part.supports for part in parts], [part.num_targets for part in parts]))
 
     def ids(self, name: str) -> np.ndarray:
         """Return [N] int64, a column of the sequences such as `loss_ids` or `adapter_ids`; zeros if the batch does not have it."""
@@ -366,7 +373,7 @@ def _vector(name: str, values: Any, dtype: Any) -> np.ndarray:
     return array
 
 
-def _check_length(name: str, array: np.ndarray, length: int) -> None:
+def _check_length(name: str, array: np.ndarray | Supports, length: int) -> None:
     if len(array) != length:
         raise DataError(f"{name} of a batch must have {length} entries, got {len(array)}")
 

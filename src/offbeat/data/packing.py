@@ -22,6 +22,7 @@ import numpy as np
 from offbeat.data.balance import longest_first, lower_bound, partition
 from offbeat.data.batch import Batch
 from offbeat.data.cost import TOKENS, CostModel, run_work
+from offbeat.data.sample_supports import Supports
 from offbeat.errors import DataError
 
 
@@ -65,6 +66,7 @@ class PackedRow:
         batch_index: [M] int64, ascending, indices of the targets in the batch.
         owner: [S] int64, the sequence of the batch whose tokens each segment runs; for a shared prefix, one of those that share it.
         routes: [R, K], the experts that each token is to use; None where routers choose.
+        supports: of the M targets, the tokens among which each is normalised; None for the whole vocabulary.
     """
 
     tokens: np.ndarray
@@ -75,6 +77,7 @@ class PackedRow:
     batch_index: np.ndarray
     owner: np.ndarray
     routes: np.ndarray | None = None
+    supports: Supports | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -153,6 +156,7 @@ def pack_row(batch: Batch, *, share_prefix: bool, families: np.ndarray | None = 
         batch_index=np.arange(batch.num_targets),
         owner=owner_s,
         routes=None if batch.routes is None else batch.routes[place],
+        supports=batch.supports,
     )
 
 

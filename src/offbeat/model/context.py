@@ -138,7 +138,7 @@ def _padded(row: PackedRow, multiple: int) -> PackedRow:
     return PackedRow(
         np.pad(row.tokens, (0, extra), mode="edge"), np.pad(row.positions, (0, extra), mode="edge"),
         Segments(segments.starts, lengths, segments.prefix), row.source, row.target, row.batch_index, row.owner,
-        None if row.routes is None else np.pad(row.routes, ((0, extra), (0, 0)), mode="edge"))
+        None if row.routes is None else np.pad(row.routes, ((0, extra), (0, 0)), mode="edge"), row.supports)
 
 
 class _Exchanged(torch.autograd.Function):

@@ -20,8 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from offbeat.data.sample_supports import Supports
 from offbeat.errors import ModelError
 from offbeat.model.kernel_head import KernelPicked, empty_gradients, like_parameter, of_whole_vocabulary
+from offbeat.model.supports import keep_within
 from offbeat.model.uploads import upload
 from offbeat.model.vocabulary import Vocabulary
 
@@ -77,6 +79,7 @@ class Picks:
         with_entropy: whether the entropy of each position is computed, too.
         entropy_gradient: whether the entropy has a gradient. Its backward pass uses the chunks of the log-probabilities: it keeps one more
             number per position, and takes one more buffer of the size of a CPU's cache.
+        supports: of the U positions, the tokens among which each is normalised; None for the whole vocabulary.
     """
 
     positions: np.ndarray
@@ -84,6 +87,7 @@ class Picks:
     temperature: float
     with_entropy: bool
     entropy_gradient: bool = False
+    supports: Supports | None = None
 
 
 def pick(logits_UV: Tensor, picks: Picks) -> tuple[Tensor, Tensor]:
@@ -194,7 +198,7 @@ def _picked(
     """Pick log-probabilities [M] and entropies [U]; arguments as of `_Picked.forward`."""
     if sizes_of(x.device).pass_bytes:
         return _Picked.apply(x, weight, bias, picks, compute, torch.is_grad_enabled(), vocabulary)
-    chunks = partial(_Chunks, picks=picks, compute=compute, keeps=torch.is_grad_enabled() and weight is not None)
+    chunks = partial(_Chunks, picks=picks, compute=compute, keeps=torch.is_grad_enabled() and weight is not None, start=vocabulary.start)
     return KernelPicked.apply(x, weight, bias, picks, chunks, vocabulary)
 
 
@@ -211,7 +215,7 @@ class _Picked(torch.autograd.Function):
         x is [U, H] with a weight [V, H], else [U, V], V the size of the `vocabulary` on this rank; `compute` is the dtype of the products,
         None for x's.
         """
-        chunks = _Chunks(x, weight, bias, picks=picks, compute=compute, keeps=grad and weight is not None)
+        chunks = _Chunks(x, weight, bias, picks=picks, compute=compute, keeps=grad and weight is not None, start=vocabulary.start)
         logprobs = torch.empty(len(picks.targets), device=x.device)
         normalizer, sums = torch.empty(len(x), device=x.device), torch.empty(len(x), device=x.device)
         entropy = torch.empty(len(x) if picks.with_entropy else 0, device=x.device)
@@ -246,7 +250,7 @@ class _Picked(torch.autograd.Function):
         and entropies [U].
         """
         x, weight, bias, normalizer, entropy, shares = ctx.saved_tensors
-        chunks = _Chunks(x, weight, bias, picks=ctx.picks, compute=ctx.compute)
+        chunks = _Chunks(x, weight, bias, picks=ctx.picks, compute=ctx.compute, start=ctx.vocabulary.start)
         # The logits are divided by the temperature; so are these instead of the gradient of all logits.
         to_logprobs, to_entropy = (grad if ctx.picks.temperature == 1.0 else grad / ctx.picks.temperature for grad in grads)
         grad_x, grad_weight, grad_bias = empty_gradients(x, weight, bias, needed=ctx.needs_input_grad)
@@ -297,9 +301,15 @@ class _Chunks:
 
     def __init__(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *, picks: Picks, compute: torch.dtype | None, keeps: bool = False,
+        start: int,
     ) -> None:
-        """`compute` is the format of the products, None for that of x; `keeps` whether anything may be kept for the backward pass."""
-        self._keeps = keeps
+        """
+        Args:
+            compute: format of the products; None for that of x.
+            keeps: whether anything may be kept for the backward pass.
+            start: the first token of the vocabulary here.
+        """
+        self._keeps, self._start = keeps, start
         self._x, self._picks = x, picks
         self.compute = compute or x.dtype
         self._weight = None if weight is None else weight.to(self.compute)
@@ -319,9 +329,13 @@ class _Chunks:
         return self.scaled(self.raw(rows))
 
     def raw(self, rows: slice) -> Tensor:
-        """Return a chunk's logits [N, V] as the layer gives them, such as in bfloat16."""
-        x = self._x[rows]
-        return x if self._weight is None else linear(x.to(self.compute), self._weight, self._bias)
+        """Return a chunk's logits [N, V] as the layer gives them, such as in bfloat16, within its positions' supports."""
+        x, supports = self._x[rows], self._picks.supports
+        logits = x if self._weight is None else linear(x.to(self.compute), self._weight, self._bias)
+        if supports is None:
+            return logits
+        own = supports.take(np.arange(rows.start, rows.stop))
+        return keep_within(logits.clone() if self._weight is None else logits, own, start=self._start)
 
     def scaled(self, logits: Tensor) -> Tensor:
         """Return logits [N, V] of `raw` in float32, divided by the temperature."""
@@ -335,7 +349,8 @@ class _Chunks:
     @property
     def lends_logits(self) -> bool:
         """Whether the logits are x itself, which must not change."""
-        return self._weight is None and self._x.dtype == torch.float32 and self._picks.temperature == 1.0
+        is_plain = self._picks.temperature == 1.0 and self._picks.supports is None
+        return self._weight is None and self._x.dtype == torch.float32 and is_plain
 
     @property
     def spends_logits(self) -> bool:

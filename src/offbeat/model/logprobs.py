@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from offbeat.data.packing import PackedRow, Segments
+from offbeat.data.sample_supports import Supports
 from offbeat.errors import ModelError
 from offbeat.model.apart import apart_logits
 from offbeat.model.attention import PACKED, AttentionPlan, build_plan, planned
@@ -48,14 +49,14 @@ def token_logprobs(
 def token_logprobs(
     model: nn.Module, row: PackedRow, *, temperature: float = 1.0, with_entropy: bool = False, entropy_gradient: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Score a row's target tokens under the model.
+    """Score a row's target tokens under the model, each among the tokens of its support, if the row has supports.
 
     Args:
         model: from `load_causal_lm`, bare or wrapped; its row has R tokens, of which M are scored. With attention other than "packed"
             each sequence runs by itself.
         row: at least one token; `dummy_row()` where there is nothing to score.
         temperature: the logits are divided by it, as the engine did when it sampled.
-        with_entropy: also return the entropy of each token's whole distribution.
+        with_entropy: also return the entropy of the distribution of each token.
         entropy_gradient: whether the entropies have a gradient, which takes one more pass over the logits in the backward pass, but no
             more memory than a few megabytes.
 
@@ -66,14 +67,29 @@ def token_logprobs(
     Raises:
         ModelError: the model does not compute attention as the row needs.
     """
-    # Where samples share a prompt, its last position predicts several tokens: one softmax serves them all.
     share = share_of(model, row)
-    source, inverse = np.unique(share.source, return_inverse=True)
-    picks = Picks(inverse, share.target.astype(np.int64), temperature, with_entropy, entropy_gradient)
+    source, inverse, supports = _positions(share)
+    picks = Picks(inverse, share.target.astype(np.int64), temperature, with_entropy, entropy_gradient, supports)
     logprobs, entropy = _picked(model, share, scored_positions(source), picks)
     if not with_entropy:
         return share.gather(logprobs)
     return share.gather(logprobs), share.gather(entropy[upload(inverse, entropy.device)])
+
+
+def _positions(share: RowShare) -> tuple[np.ndarray, np.ndarray, Supports | None]:
+    """Return the positions [U] int64 of the softmaxes of a share's m targets, which of them each target uses [m], and their supports.
+
+    Where samples share a prompt, its last position predicts several tokens: one softmax serves all of them whose support is whole.
+    """
+    supports = share.row.supports
+    if supports is None:
+        source, inverse = np.unique(share.source, return_inverse=True)
+        return source, inverse, None
+    own = supports.take(share.which)
+    kinds = np.where(own.are_whole, -1, np.arange(len(own)))
+    (source, _), first, inverse = np.unique(np.stack([share.source, kinds]), axis=1, return_index=True, return_inverse=True)
+    # A share that predicts nothing runs its head at one position all the same; see `scored_positions`.
+    return source, inverse.reshape(-1), own.take(first) if len(first) else None
 
 
 def dummy_row() -> PackedRow:
@@ -86,7 +102,7 @@ def dummy_row() -> PackedRow:
 def unscored(row: PackedRow) -> PackedRow:
     """Return the same row with nothing to score, for a pass over a model's layers that leaves out its head."""
     none = np.zeros(0, np.int64)
-    return replace(row, source=none, target=none, batch_index=none)
+    return replace(row, source=none, target=none, batch_index=none, supports=None)
 
 
 def scored_positions(source: np.ndarray) -> np.ndarray:
