@@ -17,7 +17,8 @@ _FUNCTION = {"name": "add", "parameters": _NO_PARAMETERS}
 _RIGHT: dict[str, Any] = {
     "temperature": 0.5, "top_p": 0.5, "top_k": 5, "seed": 3, "n": 2, "logprobs": 1, "top_logprobs": 2, "stop": "x",
     "stop_sequences": ["x"], "stream": True, "stream_options": {"include_usage": True}, "stream_options.include_usage": True,
-    "return_token_ids": True, "return_routed_experts": False, "max_tokens": 2, "max_completion_tokens": 2, "max_output_tokens": 2,
+    "return_token_ids": True, "return_routed_experts": False, "return_supports": True,
+    "max_tokens": 2, "max_completion_tokens": 2, "max_output_tokens": 2,
     "model": None,
     "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.5, "min_p": 0.1, "min_tokens": 1, "logit_bias": {"3": 1},
     "allowed_token_ids": [3, 4], "bad_words": ["x"], "stop_token_ids": [3], "ignore_eos": True, "scaled_logprobs": True,

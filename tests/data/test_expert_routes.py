@@ -66,7 +66,7 @@ def test_routes_that_do_not_fit_a_trajectory_cost_its_sample():
     four = np.arange(4)
     for wrong, why in ((routes(3), r"\(4, K\), got \(3, 2\)"), (routes(4).astype(np.float32), "uint8 or int16"), (four, r"\(4, K\)")):
         with pytest.raises(DataError, match=why):
-            check_routes(wrong, 4)
+            check_routes(wrong, four)
         assert "routes must" in Trajectory(four, four > 1, four * 0.0, four, 0.0, routes=wrong).reason
 
 

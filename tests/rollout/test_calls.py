@@ -10,6 +10,7 @@ import pytest
 from offbeat.config.rollout import RolloutConfig
 from offbeat.data.dataset import ListDataset
 from offbeat.data.row import Row
+from offbeat.data.sample_supports import LEFT_OUT, Supports
 from offbeat.data.stream import PromptStream
 from offbeat.data.tokenizer import character_tokenizer
 from offbeat.inference.sampling import Sample, Sampling
@@ -53,8 +54,10 @@ class Engine:
     async def generate(self, prompt: tuple[int, ...], _sampling: Sampling, *, n: int, session: str = "") -> list[Sample]:
         self.asked.append(prompt)
         routes = np.full((len(prompt) + 1, 2), len(self.asked), np.uint8) if len(self.asked) > 1 else None
+        supports = Supports.of_pieces([(LEFT_OUT, np.array([9])), (LEFT_OUT, np.zeros(0, np.int32))]) if len(self.asked) > 1 else None
         return [
-            Sample((len(self.asked), index), (-0.5, -1.5), (3, 4), f"{len(self.asked)}{session}", "stop", routes=routes)
+            Sample(
+                (len(self.asked), index), (-0.5, -1.5), (3, 4), f"{len(self.asked)}{session}", "stop", routes=routes, supports=supports)
             for index in range(n)]
 
     @property
@@ -102,7 +105,8 @@ def test_answers_are_recorded_once_if_their_group_still_runs_and_given_again_to_
         second = await play(log, later, (1, 2), (1, 2), (8,))
         for before, now in zip(first[0] + first[1], second[0] + second[1], strict=True):
             assert np.array_equal(before.tokens, now.tokens) and np.array_equal(before.token_logprobs, now.token_logprobs)
-            assert np.array_equal(before.routes, now.routes)
+            assert np.array_equal(before.routes, now.routes) and (before.supports is None) == (now.supports is None)
+            assert before.supports is None or np.array_equal(before.supports.words, now.supports.words)
             assert (before.versions, before.text, before.finish_reason) == (now.versions, now.text, now.finish_reason)
         assert later.asked == [(8,)]  # the conversation has gone another way
         assert [each.number for each in log.entries] == [0, 1, 2, 3]  # for a checkpoint

@@ -104,4 +104,4 @@ def _of_top_tokens(batch: Batch, scores: TeacherScores, *, with_least: bool) -> 
     columns = {"loss_weights": batch.columns["loss_weights"][which], "teacher_logprobs": logs[which, rank].astype(np.float32)}
     if with_least:
         columns["teacher_least"] = np.where(np.isfinite(logs), logs, np.inf).min(axis=1)[which].astype(np.float32)
-    return replace(batch, positions=batch.positions[which], targets=scores.top_tokens[which, rank], columns=columns)
+    return replace(batch, positions=batch.positions[which], targets=scores.top_tokens[which, rank], columns=columns, supports=None)

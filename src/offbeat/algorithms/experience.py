@@ -24,6 +24,7 @@ from offbeat.data.batch import Batch, SharedPrompts
 from offbeat.data.expert_routes import join_routes
 from offbeat.data.ranges import any_in_ranges, bounds, over_ranges, take_ranges
 from offbeat.data.reward import RIGHT
+from offbeat.data.sample_supports import join_supports
 from offbeat.data.trajectory import Group, Trajectory, mean_reward
 from offbeat.errors import DataError, printable
 from offbeat.telemetry.tracker import StatsPart, StatsTracker, combine
@@ -101,7 +102,10 @@ def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_toke
             "loss_weights": over_ranges(weights[kept].astype(np.float32), bounds(num_trained[kept]))},
         of_tokens={"rollout_logprobs": [t.rollout_logprobs for t in used]}, losses=(policy_loss(config),),
         shared=SharedPrompts(group_ids[kept], prefix_lens[kept]), denominator=denominator)
-    batch = replace(batch, routes=join_routes([t.routes for t in used], [len(t) for t in used]))
+    supports = [None if t.supports is None else t.supports.take(np.flatnonzero(t.loss_mask)) for t in used]
+    batch = replace(
+        batch, routes=join_routes([t.routes for t in used], [len(t) for t in used]),
+        supports=join_supports(supports, num_trained[kept].tolist()))
     if config.needs_critic:
         batch = replace(batch, sequences=batch.sequences | {"truncated": truncated[kept].astype(np.int64)})
     if config.imitation_coefficient:

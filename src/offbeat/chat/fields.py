@@ -156,6 +156,8 @@ _COMPLETIONS = without_proxy([
     *acts("response_format", note=_FORM),
     *acts("return_routed_experts", service="refused", neutral=(False,),
           note="adds `routed_experts` to each choice, the experts that each token used, of a mixture of experts"),
+    *acts("return_supports", service="refused", neutral=(False,),
+          note="adds `supports` to each choice, the tokens among which each was drawn, where something leaves tokens out"),
     *acts("encoding_format", note='"base64" packs numbers as arrays'),
     *harmless("user", "metadata", note=_VENDOR),
     *harmless("stream_options.include_obfuscation", note="nothing is padded here"),

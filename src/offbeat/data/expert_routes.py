@@ -50,9 +50,9 @@ def unknown_routes(length: int, like: np.ndarray) -> np.ndarray:
     return np.full((length, like.shape[1]), unknown_id(like.dtype), like.dtype)
 
 
-def check_routes(routes: Any, length: int) -> np.ndarray:
-    """Return a read-only copy of the routes [L, K] of `length` tokens; raises DataError, the end of a sentence, if they are none."""
-    given = np.asarray(routes)
+def check_routes(routes: Any, tokens: np.ndarray) -> np.ndarray:
+    """Return a read-only copy of the routes [L, K] of tokens [L]; raises DataError, the end of a sentence, if they are none."""
+    given, length = np.asarray(routes), len(tokens)
     if given.ndim != 2 or len(given) != length:
         raise DataError(f"must have shape ({length}, K), got {given.shape}")
     if given.dtype not in ROUTE_DTYPES:

@@ -20,6 +20,7 @@ import numpy as np
 
 from offbeat.data.expert_routes import check_routes
 from offbeat.data.reward import FailedReward, NamedReward, check_reward
+from offbeat.data.sample_supports import Supports, check_supports
 from offbeat.errors import DataError, describe, printable, shorten
 from offbeat.types import PROMPT_VERSION, Version
 from offbeat.user_code.boundary import Caught
@@ -74,6 +75,7 @@ class Trajectory:
         turns: ends of its turns, in order; all generated tokens lie before the last end. If empty, each run of generated tokens is a turn.
         malformed_calls: number of tool calls that could not be read.
         routes: the experts that its tokens used when they were sampled, [L, K]; see `data.expert_routes`. None if they are not replayed.
+        supports: the tokens among which each was drawn; see `data.sample_supports`. None if all are whole, or they are not replayed.
 
     The arrays are read-only copies. Workflows create trajectories; one whose fields do not fit together costs only its sample, not its
     group: it has no tokens, and its reason is "malformed: ...".
@@ -92,14 +94,15 @@ class Trajectory:
     turns: tuple[TurnEnd, ...] = ()
     malformed_calls: int = 0
     routes: np.ndarray | None = None
+    supports: Supports | None = None
 
     def __post_init__(self) -> None:
-        fault = self._take_arrays() or self._take_routes() or self._fault_of_fields() or self._take_turns()
+        fault = self._take_arrays() or self._take_replayed() or self._fault_of_fields() or self._take_turns()
         agent, episode = (self.agent if isinstance(self.agent, str) else ""), (self.episode if _is_whole(self.episode) else None)
         self._set(agent=agent, episode=None if episode is None else index(episode))
         if fault:
             self._set(**{name: np.zeros(0, dtype) for name, dtype in DTYPES.items()})
-            self._set(num_retries=0, turns=(), malformed_calls=0, routes=None, reason=f"malformed: {fault}")
+            self._set(num_retries=0, turns=(), malformed_calls=0, routes=None, supports=None, reason=f"malformed: {fault}")
         reward = check_reward(self.reward)
         no_names = type(self.named_rewards) is dict and not self.named_rewards  # of most, and a refusal would be written for it
         named = reward if isinstance(reward, NamedReward) or no_names else check_reward(self.named_rewards)
@@ -138,14 +141,13 @@ class Trajectory:
         self._set(**arrays)
         return ""
 
-    def _take_routes(self) -> str:
-        """Copy the routes; returns their fault, or an empty string."""
-        if self.routes is None:
-            return ""
-        try:
-            self._set(routes=check_routes(self.routes, len(self.tokens)))
-        except DataError as exc:
-            return f"Trajectory.routes {exc}"
+    def _take_replayed(self) -> str:
+        """Take what the trainer replays; returns its fault, or an empty string."""
+        for name, check in (("routes", check_routes), ("supports", check_supports)):
+            try:
+                self._set(**{name: None if getattr(self, name) is None else check(getattr(self, name), self.tokens)})
+            except DataError as exc:
+                return f"Trajectory.{name} {exc}"
         return ""
 
     def _fault_of_fields(self) -> str:

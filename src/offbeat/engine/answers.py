@@ -16,6 +16,7 @@ from offbeat.chat.answering import token_logprobs
 from offbeat.chat.completions import DONE, told_logprob, usage_of
 from offbeat.chat.dialects import data
 from offbeat.data.expert_routes import pack_routes
+from offbeat.data.sample_supports import pack_supports
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.engine.request import Output, Scored
 from offbeat.engine.text import TextStream, cut_at_stop
@@ -214,6 +215,8 @@ class Answer:
                 else (output.token_ids, output.versions))
         if output.routes is not None:
             choice["routed_experts"] = pack_routes(output.routes)  # which msgspec writes as base64
+        if output.supports is not None:
+            choice["supports"] = pack_supports(output.supports)
         return choice
 
 

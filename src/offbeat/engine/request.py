@@ -12,6 +12,7 @@ import numpy as np
 
 from offbeat.chat.shaping import PLAIN, Shaping
 from offbeat.data.image_store import FIRST_ID
+from offbeat.data.sample_supports import Supports
 from offbeat.engine.structure import Grammar
 from offbeat.errors import EngineError, RefusedError
 from offbeat.inference.sampling import TopTokens
@@ -44,6 +45,7 @@ class SamplingParams:
         seed: fixes the sample, whatever else runs in the engine; None draws from the engine's generator.
         stop: strings that end the sample; the text is cut before them, the tokens are not.
         ignore_eos: continue past the tokenizer's end token; `stop_token_ids` still end the sample.
+        supports: report the tokens among which each was drawn, where `top_p`, `top_k` or `shaping` leaves tokens out.
     """
 
     max_new_tokens: int = 16
@@ -57,6 +59,7 @@ class SamplingParams:
     scaled_logprobs: bool = False
     top_logprobs: int = 0
     routes: bool = False
+    supports: bool = False
     shaping: Shaping = PLAIN
 
     def __post_init__(self) -> None:
@@ -78,6 +81,9 @@ class SamplingParams:
         for holds, rule, value in checks:
             if not holds:
                 raise RefusedError(f"{rule}, got {value!r}")
+        if self.supports and self.scaled_logprobs:
+            raise RefusedError(
+                "return_supports must be false with scaled_logprobs, which gives log-probabilities over all tokens; leave one of them out")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -115,6 +121,9 @@ class Request:
             raise RefusedError("begun_tokens must be 0 with stream, which gives a sample in parts; leave one of them out")
         if self.stream and self.params.routes:
             raise RefusedError("return_routed_experts must be false with stream, which gives a sample in parts; leave one of them out")
+        if self.params.supports and (self.stream or self.num_begun):
+            what = "stream, which gives a sample" if self.stream else "begun_tokens, whose sample comes"
+            raise RefusedError(f"return_supports must be false with {what} in parts; leave one of them out")
 
     @property
     def begun(self) -> list[int]:
@@ -198,6 +207,7 @@ class Output:
         finish_reason: None while the sample continues.
         top_logprobs, routes: as of a `Sample`; None if not requested.
         num_cached: number of tokens at the prompt's beginning that were not computed, because an earlier prompt began with them.
+        supports: the tokens among which each token was drawn; see `data.sample_supports`. None if not requested, or all are whole.
     """
 
     index: int
@@ -208,6 +218,7 @@ class Output:
     top_logprobs: list[TopTokens] | None = None
     num_cached: int = 0
     routes: np.ndarray | None = None
+    supports: Supports | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,13 +1,14 @@
 """Bookkeeping of running samples: numpy columns indexed by slot, so that a step is a handful of array operations. Used by the engine."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from offbeat.data.image_store import FIRST_ID
+from offbeat.data.sample_supports import Supports
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.engine.cache import BUCKET, round_up
 from offbeat.engine.request import FinishReason, Output, Request
@@ -33,6 +34,7 @@ class RunningSample:
         num_cached: number of prompt tokens that were not computed; see `Output`.
         mixed: whether weights that served before have computed a part of its cache.
         shift: what its rotary positions are ahead of its number of tokens; of a prompt with images it may be below 0.
+        supports: the tokens among which each was drawn so far, as pieces of `Supports`; empty where they are not wanted, or all whole.
         routes: routes of its first tokens, [l, num_routes], where they are not in the cache any more; see `Runner.routes_of`.
     """
 
@@ -46,6 +48,7 @@ class RunningSample:
     mixed: bool = False
     shift: int = 0
     routes: np.ndarray | None = None
+    supports: list[tuple[int, np.ndarray]] = field(default_factory=list)
 
 
 class Rows:
@@ -118,9 +121,10 @@ class Rows:
         """Sampling parameters of all rows, on the device."""
         if self._sampling is None:
             rows = slice(0, len(self))
+            wanting = np.array([sample.request.params.supports for sample in self.samples], np.bool_)
             self._sampling = SamplingRows(
                 temperature=self._temperature[rows], top_p=self._top_p[rows], top_k=self._top_k[rows], scaled=self._scaled[rows],
-                num_top=self._num_top[rows], device=self._device, shaped=self._shaped_rows(),
+                num_top=self._num_top[rows], supports=wanting, device=self._device, shaped=self._shaped_rows(),
             )
         return self._sampling
 
@@ -171,6 +175,9 @@ class Rows:
         self.length[:count] += 1
         if drawn.top_ids is not None and drawn.top_logprobs is not None:
             self._append_top(drawn.top_ids, drawn.top_logprobs)
+        if drawn.supports is not None:
+            for row, piece in zip(self.sampling().supported.tolist(), drawn.supports.pieces, strict=True):
+                self.samples[row].supports.append(piece)
         stopped = (self._stop_ids[:count] == drawn.tokens[:, None]).any(axis=1)
         if (shaped := self.sampling().shaped) is not None:
             shaped.push(drawn.tokens)
@@ -192,7 +199,9 @@ class Rows:
         top = sample.top and sample.top[sample.sent :]
         if sample.request.stream:
             sample.sent = int(self.length[row] - self._prompt_len[row])
-        return Output(sample.index, *self._of(row, span), finish_reason=reason, top_logprobs=top, num_cached=sample.num_cached)
+        return Output(
+            sample.index, *self._of(row, span), finish_reason=reason, top_logprobs=top,
+            num_cached=sample.num_cached, supports=Supports.of_pieces(sample.supports) if sample.supports else None)
 
     def _of(self, row: int, span: slice) -> Iterable[Any]:
         """Yield the tokens, log-probabilities and versions of a row in a span."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offbeat.data.sample_supports import BITS, KEPT, LEFT_OUT, WORD_BITS, Supports
 from offbeat.engine.shaping import ShapedRows
 from offbeat.model.uploads import upload
 
@@ -64,6 +65,7 @@ class SamplingRows:
         restricted: int64 indices of the rows with top-k or top-p; None if there are none.
         top_p, top_k: parameters of the restricted rows, as `restrict` takes them.
         scaled: int64 indices of the shaped and restricted rows that report log-probabilities as trained; None if there are none.
+        supported: [R] int64 indices of the shaped and restricted rows that report supports, on the host.
         changes: whether the logits of any row are changed before a token is drawn.
         top: int64 indices of the rows that report most likely tokens; None if there are none.
         num_top: the largest number of most likely tokens that a row requests.
@@ -71,9 +73,11 @@ class SamplingRows:
 
     def __init__(
         self, *, temperature: np.ndarray, top_p: np.ndarray, top_k: np.ndarray, scaled: np.ndarray, num_top: np.ndarray,
-        device: torch.device, shaped: ShapedRows | None = None,
+        device: torch.device, shaped: ShapedRows | None = None, supports: np.ndarray | None = None,
     ) -> None:
-        """All arrays are [B]. Temperature 0 is greedy; top_p 1 and top_k 0 set no limit; num_top is 0 where nothing is reported."""
+        """All arrays are [B]. Temperature 0 is greedy; top_p 1 and top_k 0 set no limit; num_top is 0 where nothing is reported, and
+        `supports` False.
+        """
         greedy = temperature == 0
         restricted = np.flatnonzero(~greedy & ((top_p < 1) | (top_k > 0)))
         scale = np.where(greedy, 1, temperature).astype(np.float32)
@@ -85,6 +89,7 @@ class SamplingRows:
         self.shaped = shaped
         changed = np.union1d(restricted, () if shaped is None else shaped.row_numbers).astype(np.int64)
         self.scaled = upload(changed[scaled[changed]], device) if scaled[changed].any() else None
+        self.supported = changed[:0] if supports is None else changed[supports[changed]]
         self.changes = self.scale is not None or self.restricted is not None or shaped is not None
         self.num_top = int(num_top.max(initial=0))
         self.top = upload(np.flatnonzero(num_top), device) if self.num_top else None
@@ -101,6 +106,7 @@ class Drawn:
         empty: rows whose shaping leaves no token to draw; they are not valid either.
         top_ids, top_logprobs: [R, num_top] int64 and float32, the most likely tokens of the R rows in `SamplingRows.top`, -inf for those
             that cannot be drawn; None where there are no such rows.
+        supports: of the rows in `SamplingRows.supported`; None where there are none.
     """
 
     tokens: np.ndarray
@@ -109,6 +115,7 @@ class Drawn:
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
     empty: tuple[int, ...] = ()
+    supports: Supports | None = None
 
 
 def restrict(logits: Tensor, *, top_p: Tensor, top_k: Tensor) -> Tensor:
@@ -158,14 +165,40 @@ def sample(logits: Tensor, rows: SamplingRows, uniform: np.ndarray) -> Drawn:
         normalizer = normalizer.index_fill(0, rows.scaled, 0.0)
     logprobs = table.gather(1, tokens).float() - normalizer
     drawn = torch.cat([tokens.double(), logprobs.double(), total, empty], dim=1)
+    supports = find_supports(logits[upload(rows.supported, logits.device)]) if rows.supported.size else None
     if rows.top is None:
-        return _drawn(drawn.cpu().numpy())
+        return replace(_drawn(drawn.cpu().numpy()), supports=supports)
     top = table[rows.top].topk(min(rows.num_top, table.shape[-1]), dim=-1)
     both = torch.stack([top.indices.double(), (top.values.float() - normalizer[rows.top]).double()])
     found = torch.cat([drawn.flatten(), both.flatten()]).cpu().numpy()
     ids, top_logprobs = found[drawn.numel() :].reshape(both.shape)
     return replace(
-        _drawn(found[: drawn.numel()].reshape(drawn.shape)), top_ids=ids.astype(np.int64), top_logprobs=top_logprobs.astype(np.float32))
+        _drawn(found[: drawn.numel()].reshape(drawn.shape)), top_ids=ids.astype(np.int64), top_logprobs=top_logprobs.astype(np.float32),
+        supports=supports)
+
+
+def find_supports(logits: Tensor) -> Supports:
+    """Return the supports of logits [R, V], which are -inf for tokens that cannot be drawn."""
+    num, vocab = logits.shape
+    kept = logits > -torch.inf
+    num_kept = kept.sum(dim=-1).cpu().numpy()
+    num_words = -(-vocab // WORD_BITS)
+    forms = np.where(num_kept <= num_words, KEPT, BITS)
+    forms[vocab - num_kept <= np.minimum(num_kept, num_words)] = LEFT_OUT
+    pieces: list[np.ndarray] = [np.zeros(0, np.int32)] * num
+    listed, bits = np.flatnonzero(forms != BITS), np.flatnonzero(forms == BITS)
+    if listed.size:
+        inverted = upload(forms[listed] == LEFT_OUT, logits.device)[:, None]
+        ids = (kept[upload(listed, logits.device)] ^ inverted).nonzero()[:, 1].int().cpu().numpy()
+        ends = np.cumsum(np.where(forms == KEPT, num_kept, vocab - num_kept)[listed])
+        for row, words in zip(listed.tolist(), np.split(ids, ends[:-1]), strict=True):
+            pieces[row] = words
+    if bits.size:
+        padded = torch.nn.functional.pad(kept[upload(bits, logits.device)], (0, num_words * WORD_BITS - vocab)).unflatten(1, (-1, 8))
+        weights = 1 << torch.arange(8, device=logits.device)
+        for row, words in zip(bits.tolist(), (padded * weights).sum(dim=-1).to(torch.uint8).cpu().numpy(), strict=True):
+            pieces[row] = words.view("<i4").astype(np.int32, copy=False)
+    return Supports.of_pieces(list(zip(forms.tolist(), pieces, strict=True)))
 
 
 def _drawn(columns: np.ndarray) -> Drawn:

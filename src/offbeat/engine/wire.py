@@ -33,6 +33,7 @@ class GenerateBody(ShapingFields, kw_only=True):
         include_stop_str_in_output: keep the stop string at the end of the text.
         return_token_ids: return token ids, and with them the weight version of each token.
         return_routed_experts: return the experts that each token used, as base64 of `offbeat.data.expert_routes.pack_routes`.
+        return_supports: return the tokens among which each was drawn, as base64 of `offbeat.data.sample_supports.pack_supports`.
         encoding_format: "base64" gives token ids, versions and log-probabilities as base64 of little-endian int32 and float32.
     """
 
@@ -54,6 +55,7 @@ class GenerateBody(ShapingFields, kw_only=True):
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool = False
     return_routed_experts: bool = False
+    return_supports: bool = False
     encoding_format: Literal["float", "base64"] = "float"
 
     def params(self, *, default_max_tokens: int) -> SamplingParams:
@@ -70,6 +72,7 @@ class GenerateBody(ShapingFields, kw_only=True):
             scaled_logprobs=self.scaled_logprobs,
             top_logprobs=self.num_top,
             routes=self.return_routed_experts,
+            supports=self.return_supports,
             shaping=self.shaping(),
         )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from offbeat.chat.shaping import PLAIN, Shaping
+from offbeat.data.sample_supports import Supports
 from offbeat.errors import EngineError
 from offbeat.inference.hearing import Hearing
 from offbeat.types import Version
@@ -26,6 +27,7 @@ class Sampling:
             and `shaping` were not set; without them this changes nothing.
         top_logprobs: number of most likely tokens to report at each sampled position.
         routes: report the experts that each token used, where the model is a mixture of experts.
+        supports: report the tokens among which each token was drawn, where something leaves tokens out.
         shaping: penalties, biases, and tokens and texts that are left out or required; see `Shaping`.
         first_sample: where a request with a seed was split, the index of the first sample of this part within the whole request.
         hearing: has the tokens of the samples while they are generated, and those that they begin with; see `Hearing`.
@@ -44,12 +46,18 @@ class Sampling:
     first_sample: int = 0
     shaping: Shaping = PLAIN
     routes: bool = False
+    supports: bool = False
     hearing: Hearing | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_restricted(self) -> bool:
         """Whether the distribution drawn from differs from the one of all tokens at this temperature."""
         return (self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)) or not self.shaping.is_plain
+
+    @property
+    def asks_supports(self) -> bool:
+        """Whether the engine is to report supports, of which some may not be whole."""
+        return self.supports and self.is_restricted
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +78,8 @@ class Sample:
             where it does not tell.
         routes: the experts of the prompt's tokens and the sample's, but its last, [P + L - 1, K]; see `data.expert_routes`. None if not
             requested.
+        supports: the tokens among which each of the sample's was drawn; see `data.sample_supports`. None if all are whole, or they were not
+            requested.
 
     The arrays may be given as any sequences of numbers, and are read-only. `token_ids`, `logprobs` and `versions` are the same as tuples.
     """
@@ -83,6 +93,7 @@ class Sample:
     top_logprobs: tuple[TopTokens, ...] = ()
     num_cached_tokens: int = 0
     routes: np.ndarray | None = None
+    supports: Supports | None = None
 
     def __post_init__(self) -> None:
         for name, dtype in (("tokens", np.int32), ("token_logprobs", np.float32), ("token_versions", np.int32)):

@@ -13,6 +13,7 @@ import zstandard
 
 from offbeat.data import wire
 from offbeat.data.expert_routes import pack_routes, unpack_routes
+from offbeat.data.sample_supports import pack_supports, unpack_supports
 from offbeat.data.stream import StreamState
 from offbeat.data.trajectory import DTYPES, Group, Trajectory, TurnEnd
 from offbeat.errors import DataError
@@ -191,6 +192,7 @@ class _Rest:
     turns: tuple[TurnEnd, ...]
     malformed_calls: int
     routes: bytes = b""
+    supports: bytes = b""
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,7 +217,7 @@ def pack(group: Group) -> bytes:
         np.concatenate([np.zeros(0, dtype), *(getattr(t, name) for t in own)], dtype=dtype) for name, dtype in DTYPES.items())
     rest = tuple(
         _Rest(len(t), t.reward, t.reason, t.num_retries, t.named_rewards, t.episode, t.agent, t.turns, t.malformed_calls,
-              b"" if t.routes is None else pack_routes(t.routes)) for t in own)
+              b"" if t.routes is None else pack_routes(t.routes), b"" if t.supports is None else pack_supports(t.supports)) for t in own)
     return _COMPRESSOR.compress(wire.encode(_PackedGroup(group.prompt_id, group.admitted_version, columns, rest, group.metrics)))
 
 
@@ -233,7 +235,8 @@ def _trajectory(columns: Sequence[np.ndarray], rest: _Rest) -> Trajectory:
     tokens, loss_mask, logprobs, versions = columns
     return Trajectory(
         tokens, loss_mask, logprobs, versions, rest.reward, rest.reason, rest.num_retries, rest.named_rewards, rest.episode, rest.agent,
-        rest.turns, rest.malformed_calls, unpack_routes(rest.routes) if rest.routes else None)
+        rest.turns, rest.malformed_calls, unpack_routes(rest.routes) if rest.routes else None,
+        unpack_supports(rest.supports) if rest.supports else None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,6 +247,7 @@ class HeardSample:
         finish_reason: "" while the sample is generated.
         text: of the whole sample, once it is finished.
         routes: as of a `Sample`, once it is finished; of no elements where there are none.
+        supports: bytes of those of a `Sample`, once it is finished; b"" where there are none.
     """
 
     tokens: np.ndarray
@@ -253,13 +257,14 @@ class HeardSample:
     finish_reason: str = ""
     text: str = ""
     routes: np.ndarray = field(default_factory=partial(np.zeros, (0, 0), np.uint8))
+    supports: bytes = b""
 
     def followed_by(self, more: "HeardSample") -> "HeardSample":
         """Return this with the tokens that follow; those of `more` count where both have some."""
         tokens, logprobs, versions = (
             np.concatenate([old[: more.start - self.start], new])
             for old, new in ((self.tokens, more.tokens), (self.logprobs, more.logprobs), (self.versions, more.versions)))
-        return HeardSample(tokens, logprobs, versions, self.start, more.finish_reason, more.text, more.routes)
+        return HeardSample(tokens, logprobs, versions, self.start, more.finish_reason, more.text, more.routes, more.supports)
 
 
 @dataclass(frozen=True, eq=False)
@@ -308,7 +313,8 @@ class GroupEntry:
 
     @property
     def num_bytes(self) -> int:
-        return 500 + 13 * self.group.num_tokens
+        supports = sum(t.supports.words.nbytes for t in self.group.trajectories if t.supports is not None)
+        return 500 + 13 * self.group.num_tokens + supports
 
     def to_bytes(self) -> bytes:
         group = self.group

@@ -12,6 +12,7 @@ from typing import Self
 import numpy as np
 
 from offbeat.data.expert_routes import unknown_routes
+from offbeat.data.sample_supports import Supports, join_supports
 from offbeat.data.trajectory import DTYPES, Trajectory, TurnEnd
 from offbeat.inference.sampling import Sample
 from offbeat.types import PROMPT_VERSION
@@ -33,6 +34,7 @@ class TrajectoryBuilder:
         self._reason = "stop"
         self._routes: list[np.ndarray] = []
         self._num_routed = 0
+        self._supports: list[Supports | None] = []
         self.given(prompt)
 
     def __len__(self) -> int:
@@ -47,7 +49,7 @@ class TrajectoryBuilder:
         """Add tokens that the policy did not write, [L] integers, such as a tool's answer: they have no loss."""
         tokens = _flat(ids)
         num = len(tokens)
-        self._add(tokens, np.zeros(num, np.bool_), np.zeros(num, np.float32), np.full(num, PROMPT_VERSION, np.int32))
+        self._add(None, tokens, np.zeros(num, np.bool_), np.zeros(num, np.float32), np.full(num, PROMPT_VERSION, np.int32))
         return self
 
     def state(self, text: str) -> Self:
@@ -60,7 +62,8 @@ class TrajectoryBuilder:
 
         `order` is `TurnEnd.order`, for episodes of several trajectories that were played in turns.
         """
-        self._add(sample.tokens, np.ones(len(sample.tokens), np.bool_), sample.token_logprobs, sample.token_versions)
+        mask = np.ones(len(sample.tokens), np.bool_)
+        self._add(sample.supports, sample.tokens, mask, sample.token_logprobs, sample.token_versions)
         if sample.routes is not None and (routes := sample.routes[self._num_routed : len(self)]).size:
             # A token keeps the experts with which the token after it was sampled first, not those of a later prompt.
             self._routes.append(routes)
@@ -95,7 +98,8 @@ class TrajectoryBuilder:
         tokens, mask, logprobs, versions = (np.concatenate(column) for column in zip(_NOTHING, *self._parts, strict=True))
         return Trajectory(
             tokens, mask, logprobs, versions, reward, reason or self._reason, self._num_retries,
-            episode=episode, agent=agent, turns=self._told_turns(), malformed_calls=malformed_calls, routes=self._known_routes())
+            episode=episode, agent=agent, turns=self._told_turns(), malformed_calls=malformed_calls, routes=self._known_routes(),
+            supports=join_supports(self._supports, [len(part[0]) for part in self._parts]))
 
     def _known_routes(self) -> np.ndarray | None:
         """Return the routes [L, K] of all tokens, those of the last turn's end unknown; None where no sample had any."""
@@ -108,9 +112,10 @@ class TrajectoryBuilder:
         alone = len(self._turns) == 1 and self._turns[0] == TurnEnd(self._turns[0].end)
         return () if alone else tuple(self._turns)
 
-    def _add(self, *columns: np.ndarray) -> None:
+    def _add(self, supports: Supports | None, *columns: np.ndarray) -> None:
         if len(columns[0]):
             self._parts.append(columns)
+            self._supports.append(supports)
             self._length += len(columns[0])
 
 

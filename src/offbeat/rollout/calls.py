@@ -14,6 +14,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from offbeat.data.sample_supports import pack_supports, unpack_supports
 from offbeat.inference.hearing import Hearing, KnownSample
 from offbeat.inference.sampling import Sample, Sampling
 from offbeat.journal.records import CallEntry, HeardSample
@@ -199,7 +200,7 @@ class GroupCalls:
         async def generate(prompt: tuple[int, ...], sampling: Sampling, *, n: int, session: str = "") -> list[Sample]:
             if sampling.top_logprobs:
                 return await episode.generate(prompt, sampling, n=n, session=session)
-            goes_on = self._running_s > 0 and sampling.shaping.is_plain and not sampling.routes
+            goes_on = self._running_s > 0 and sampling.shaping.is_plain and not (sampling.routes or sampling.asks_supports)
             call = group.next_call(key_of(prompt, sampling, n=n), goes_on=goes_on)
             if call.is_answered:
                 group.num_again += 1
@@ -246,12 +247,14 @@ def key_of(prompt: tuple[int, ...], sampling: Sampling, *, n: int) -> bytes:
 
 def _answer(sample: Sample) -> HeardSample:
     heard = HeardSample(sample.tokens, sample.token_logprobs, sample.token_versions, 0, sample.finish_reason, sample.text)
-    return heard if sample.routes is None else replace(heard, routes=sample.routes)
+    beside = {} if sample.routes is None else {"routes": sample.routes}
+    return replace(heard, **beside, supports=b"" if sample.supports is None else pack_supports(sample.supports))
 
 
 def _sample(heard: HeardSample) -> Sample:
     routes = heard.routes if heard.routes.size else None
-    return Sample(heard.tokens, heard.logprobs, heard.versions, heard.text, heard.finish_reason, routes=routes)
+    supports = unpack_supports(heard.supports) if heard.supports else None
+    return Sample(heard.tokens, heard.logprobs, heard.versions, heard.text, heard.finish_reason, routes=routes, supports=supports)
 
 
 def _from(answer: HeardSample, first: int) -> HeardSample:

@@ -7,8 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
+from drawn_supports import as_supports
+from offbeat.data.sample_supports import BITS, KEPT, pack_supports
 from offbeat.errors import EngineError
 from offbeat.inference.dialects.embedded import EmbeddedDialect
 from offbeat.inference.sampling import Draws, PromptScore, Sample, Sampling, ScoreRequest
@@ -59,6 +62,18 @@ def test_a_request_carries_the_sampling() -> None:
     assert rest["seed"] == seed_from(0, 32) != 32, "the keys of its samples are those that the whole would have had"
     _, (_, _, body) = generate({"choices": []}, replace(sampling, top_k=0))
     assert "scaled_logprobs" not in body  # it would be no difference
+
+
+def test_supports_are_asked_for_where_something_leaves_tokens_out_and_must_have_the_tokens() -> None:
+    given = as_supports(np.arange(9)[None] == [[4], [5], [0]], [KEPT, BITS, KEPT])
+    answer = {"choices": [choice(supports=pack_supports(given))]}
+    [sample], (_, _, body) = generate(answer, Sampling(7, top_k=3, supports=True))
+    assert body["return_supports"] and sample.supports is not None and sample.supports.words.tolist() == given.words.tolist()
+    [sample], (_, _, body) = generate({"choices": [choice()]}, Sampling(7, supports=True))
+    assert "return_supports" not in body and sample.supports is None
+    for told, wrong in ((None, "none"), (given.take(np.array([0, 1])), "2"), (given.take(np.array([1, 0, 2])), "one without its token")):
+        with pytest.raises(EngineError, match=f"asked for the supports of 3 tokens and gave {wrong}; set model.support_replay to"):
+            generate({"choices": [choice(supports=told and pack_supports(told))]}, Sampling(7, top_k=3, supports=True))
 
 
 def test_an_answer_becomes_samples() -> None:

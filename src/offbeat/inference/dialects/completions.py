@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from offbeat.data.expert_routes import unpack_routes
+from offbeat.data.sample_supports import unpack_supports
 from offbeat.inference.sampling import Sample, TopTokens
 from offbeat.types import Version
 from offbeat.weights.adapters import split_adapter_name
@@ -35,6 +36,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
     versions: bytes | list[int] | None = None
     routed_experts: bytes | None = None
+    supports: bytes | None = None
 
 
 class _PromptDetails(msgspec.Struct):
@@ -111,7 +113,8 @@ def _sample(choice: _Choice, adapter: str, num_top: int, unversioned: Version | 
     return Sample(
         tokens, _vector(choice.logprobs.token_logprobs, np.float32), versions, choice.text, choice.finish_reason or "",
         top_logprobs=top, num_cached_tokens=num_cached,
-        routes=None if choice.routed_experts is None else unpack_routes(choice.routed_experts)).check()
+        routes=None if choice.routed_experts is None else unpack_routes(choice.routed_experts),
+        supports=None if choice.supports is None else unpack_supports(choice.supports)).check()
 
 
 def top_tokens(logprobs: Mapping[int, float], num: int) -> TopTokens:

@@ -63,6 +63,8 @@ class EmbeddedDialect:
         samples = await wire.fetch("/v1/completions", asked, read)
         if sampling.routes:
             self._check_routes(wire, samples, num_prompt=len(prompt))
+        if sampling.asks_supports:
+            _check_supports(wire, samples)
         return samples
 
     async def hear_running(self, wire: Wire, hearings: Mapping[str, Hearing]) -> None:
@@ -94,7 +96,8 @@ class EmbeddedDialect:
         """Return the request fields for the form and the distribution of the reported log-probabilities."""
         scaled = {"scaled_logprobs": True} if sampling.scaled_logprobs and sampling.is_restricted else {}
         routes = {"return_routed_experts": True} if sampling.routes else {}
-        return {"encoding_format": "base64", **scaled, **routes}  # an engine that does not know it answers with lists
+        supports = {"return_supports": True} if sampling.asks_supports else {}
+        return {"encoding_format": "base64", **scaled, **routes, **supports}  # an engine that does not know it answers with lists
 
     async def score(self, wire: Wire, request: ScoreRequest, *, adapter: str) -> PromptScore:
         body: dict[str, Any] = {"tokens": request.tokens, "top_k": request.top_k}
@@ -160,6 +163,17 @@ class EmbeddedDialect:
 
     async def _models(self, wire: Wire) -> Sequence[Mapping[str, Any]]:
         return (await wire.call("GET", "/v1/models"))["data"]
+
+
+def _check_supports(wire: Wire, samples: Sequence[Sample]) -> None:
+    """Raise EngineError if a sample lacks the tokens among which its own were drawn."""
+    for sample in samples:
+        told, num_wanted = sample.supports, len(sample.tokens)
+        if told is None or len(told) != num_wanted or not told.hold(sample.tokens).all():
+            wrong = "none" if told is None else "one without its token" if len(told) == num_wanted else f"{len(told)}"
+            raise EngineError(
+                f"{wire.name} was asked for the supports of {num_wanted} tokens and gave {wrong}; set model.support_replay to \"off\" to"
+                " train without")
 
 
 def _rows(rows: Sequence[Sequence[tuple[int, float]]]) -> tuple[TopTokens, ...]:
