@@ -415,6 +415,9 @@ def test_it_says_once_that_the_trainer_does_not_normalise_over_the_tokens_of_a_s
         turn = recorder().open(ChatRequest((HELLO,), shaping=Shaping(structure=Structure("regex", "ok"))))
         assert turn.sampling.shaping.structure == Structure("regex", "ok")
     recorder().open(ChatRequest((HELLO,)))
+    _say_structured.cache_clear()
+    supporting = recorder(sampling=replace(SAMPLING, supports=True))
+    assert supporting.open(ChatRequest((HELLO,), shaping=Shaping(structure=Structure("regex", "ok")))).sampling.asks_supports
     assert [record.message.count("the trainer does not normalise over the same tokens") for record in caplog.records] == [1]
 
 

@@ -107,3 +107,24 @@ def test_every_preset_corrects_for_rounded_weights_but_that_which_imitates():
 def test_what_is_looked_at_are_settings():
     names = {name for group, _, _ in _readers(AlgorithmConfig()) for name in group}
     assert names < set(AlgorithmConfig.model_fields)
+
+
+@pytest.mark.parametrize(("settings", "sentence"), [
+    ([("rollout.top_p", "0.9"), ("inference.engine", "vllm")],
+     "rollout.top_p = 0.9 leaves tokens out when engines sample, and the trainer normalises over all tokens, since vllm does not return"),
+    ([("rollout.top_k", "5"), ("inference.engine", "sglang")], "rollout.top_k = 5 leaves tokens out when engines sample, and the trainer"),
+    ([("rollout.top_p", "0.9"), ("model.support_replay", "off")],
+     "since model.support_replay = 'off'; so each ratio to the policy that sampled is wrong by the probability of the tokens kept"),
+    ([("rollout.top_p", "0.9"), ("algorithm.preset", "opd"), ("teacher.path", "big")], "since the teacher's log-probabilities are those"),
+])
+def test_sampling_that_leaves_tokens_out_is_told_of_where_the_trainer_does_not_follow(settings, sentence):
+    [told] = said("rl", *settings)
+    assert sentence in told and not load_config(None, settings).replays_supports
+    assert not said("sft", *settings)
+
+
+@pytest.mark.parametrize("settings", [
+    [("rollout.top_p", "0.9")], [("rollout.top_p", "0.9"), ("model.support_replay", "rollout")], [("model.support_replay", "off")],
+    [("inference.engine", "vllm")]])
+def test_sampling_that_the_trainer_follows_is_not(settings):
+    assert said("rl", *settings) == []

@@ -220,6 +220,7 @@ def _model_cases() -> Iterator[Case]:
     yield Case("`model.lora.dropout`", Change.TOLD, {"model.lora.dropout": "0.1"}, base="lora", own=True, told="model.lora.dropout")
     yield Case("`model.quantization`, of an adapter", Change.TOLD, {"model.quantization": "int8"}, base="lora", own=True,
                told="model.quantization")
+    yield Case("`model.support_replay`", Change.TOLD, {"model.support_replay": "off"}, told="model.support_replay")
     yield Case("`model.dtype`", Change.TOLD, {"model.dtype": "bfloat16"}, own=True, told="model.dtype")
     yield Case("`model.dtype`, of an adapter", Change.TOLD, {"model.dtype": "bfloat16"}, base="lora", own=True, told="model.dtype")
     yield Case("`model.path`: another model of the same shape", Change.CONTENT, {"model.path": "OTHER"}, told="model.path")

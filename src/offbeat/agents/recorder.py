@@ -290,7 +290,7 @@ class Recorder:
                 f"the chat has {self._limits.max_tokens - room} tokens and there is room for {self._limits.max_tokens} with its answer, by"
                 " the model's context and train.max_tokens_per_microbatch; shorten it, or begin a new one")
         ours, (stop, stop_token_ids) = self._sampling, split_stops(request.stop, self._renderer.tokenizer)
-        if request.shaping.structure is not None:
+        if request.shaping.structure is not None and not ours.supports:
             _say_structured()
         wanted = ours.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
         return replace(

@@ -34,6 +34,7 @@ class EngineKind:
         splits: whether it divides a model over several devices (`inference.devices_per_engine`).
         batch_invariant: whether it can compute a token to the same bits in every batch (`inference.batch_invariant`).
         gives_routes: whether it returns the experts that each token used (`model.route_replay`).
+        gives_supports: whether it returns the tokens among which each token was drawn (`model.support_replay`).
         adapts_experts: whether it serves adapters of a mixture's experts in PEFT's form (`model.lora.targets`).
         reads_images: whether it takes prompts with ids of images (`data.image_store`).
         reports_context: whether it can serve one of `serve.sampling_models`, which have to say how long their context is.
@@ -50,6 +51,7 @@ class EngineKind:
     splits: bool = False
     batch_invariant: bool = False
     gives_routes: bool = False
+    gives_supports: bool = False
     adapts_experts: bool = False
     reads_images: bool = False
     reports_context: bool = False
@@ -60,7 +62,7 @@ class EngineKind:
 ENGINE_KINDS: Mapping[str, EngineKind] = MappingProxyType({
     "embedded": EngineKind(
         inside=True, takes_changes=True, changes_in_place=True, takes_broadcasts=True, sleeps=True, batch_invariant=True,
-        gives_routes=True, adapts_experts=True, reads_images=True, reports_context=True, goes_on=True,
+        gives_routes=True, gives_supports=True, adapts_experts=True, reads_images=True, reports_context=True, goes_on=True,
         forms=(WeightForm("int8", on_devices=False),)),
     "vllm": EngineKind(
         takes_changes=True, takes_broadcasts=True, sleeps=True, splits=True, gives_routes=True, reports_context=True, setup="make vllm",

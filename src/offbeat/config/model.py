@@ -63,6 +63,11 @@ class ModelConfig(Section):
         " policy before the first of a step's several updates. The default lets routers choose again: dense models have none, not all"
         " engines give experts, and they take a byte per token, layer and expert on the way.",
         on_resume=Change.TOLD)
+    support_replay: Literal["auto", "rollout", "off"] = field(
+        "auto", 'Tokens over which the trainer normalises where rollout.top_p, rollout.top_k or a workflow leaves tokens out at sampling:'
+        ' "rollout" takes those among which the engine drew each token, so that both compute the same distribution; "off" takes all, so'
+        ' that ratios to the policy that sampled are wrong. "auto" is "rollout" where engines return them and there is no teacher,'
+        " which scores over all tokens. Without such settings it changes nothing.", on_resume=Change.TOLD)
     quantization: Literal["none", "int8", "nf4"] = field(
         "none", "Form of the frozen weights that an adapter is trained over (QLoRA), in the decoder's linear layers: int8 takes a byte for"
         " each, nf4 a little more than half a byte, and needs offbeat[qlora]. They are made whole for each product. Engines have their own"

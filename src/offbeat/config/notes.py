@@ -29,6 +29,7 @@ def notes(config: Config, part: Part) -> Iterator[str]:
         if ratio := _idle_clip(config.algorithm):
             yield ratio
         yield from _quantised(config)
+        yield from _cut_sampling(config)
     elif part == "preference":
         yield from _adapter_rate(config, "preference", "preference.optimizer.lr", config.preference.optimizer)
         for name in config.preference.losses if not config.preference.label_smoothing else ():
@@ -80,6 +81,23 @@ def _quantised(config: Config) -> Iterator[str]:
     if config.weights.sends_changes and form != "none" and config.inference.kind.changes_in_place:
         how = "receives whole weights" if config.weights.channel == "collective" else "reads the last whole version and all changes since"
         yield (f"an engine with {form} weights keeps none that changes could be applied to (weights.whole_every_versions), and {how}")
+
+
+def _cut_sampling(config: Config) -> Iterator[str]:
+    """Say that the trainer normalises over other tokens than those that are drawn from."""
+    rollout = config.rollout
+    cuts = [f"rollout.{name} = {getattr(rollout, name):g}" for name, none in (("top_p", 1), ("top_k", 0)) if getattr(rollout, name) != none]
+    if not cuts or config.replays_supports:
+        return
+    if not config.inference.kind.gives_supports:
+        why = f"{config.inference.engine} does not return which tokens it drew from (model.support_replay)"
+    elif config.algorithm.needs_teacher:
+        why = "the teacher's log-probabilities are those among all tokens (model.support_replay)"
+    else:
+        why = "model.support_replay = 'off'"
+    yield (f"{' and '.join(cuts)} leave{'s' * (len(cuts) == 1)} tokens out when engines sample, and the trainer normalises over all tokens,"
+           f" since {why}; so each ratio to the policy that sampled is wrong by the probability of the tokens kept: sample from all tokens"
+           " to avoid it")
 
 
 def correction_of(algorithm: AlgorithmConfig) -> str:

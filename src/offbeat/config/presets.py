@@ -138,7 +138,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType({
         " advantage.",
         {**_PUBLISHED, **_UNSCALED, "filters": ({"metric": "opsm", "level": "sequence", "high": 0.5},), "kl_loss": "ratio_k3",
          "loss_aggregation": "sequence_mean"},
-        "The paper does not say its threshold; 0.5 is TRL's example. An engine's experts and its truncated distribution are not kept."),
+        "The paper does not say its threshold; 0.5 is TRL's example. An engine's experts are kept with model.route_replay."),
     "opd": Preset(
         "2306.13649", "To distil a larger model into a smaller one on the smaller one's own answers: every token has a signal; set"
         " teacher.path or teacher.url.", {

@@ -37,6 +37,20 @@ def check_routes(model: ModelConfig, *, inference: InferenceConfig, num_minibatc
             " the old policy, whose experts are its own, so leave it out")
 
 
+def check_supports(model: ModelConfig, *, inference: InferenceConfig, needs_teacher: bool) -> None:
+    """Check that there are the supports that are to be replayed, and that nothing scores over other tokens."""
+    if model.support_replay != "rollout":
+        return
+    if not inference.kind.gives_supports:
+        raise ValueError(
+            f"model.support_replay must not be 'rollout' with inference.engine = '{inference.engine}', got it; only"
+            f" {kinds_that('gives_supports')} returns the tokens among which each token was drawn, so choose 'auto' or 'off'")
+    if needs_teacher:
+        raise ValueError(
+            "model.support_replay must not be 'rollout' with algorithm.teacher, got it; a teacher's log-probabilities are those among all"
+            " tokens, and only equal supports can be compared, so choose 'auto' or 'off'")
+
+
 def check_quantization(inference: InferenceConfig, *, model: ModelConfig) -> None:
     """Check that the engines compute with weights in the form that is asked for."""
     name, form = inference.quantization, inference.form

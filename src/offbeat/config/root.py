@@ -63,6 +63,12 @@ class Config(LearningConfig):
         return "bfloat16" if mixed else self.model.number_format
 
     @property
+    def replays_supports(self) -> bool:
+        """Whether engines are asked for the tokens among which each token was drawn, for the trainer to normalise over."""
+        possible = self.inference.kind.gives_supports and not self.algorithm.needs_teacher
+        return possible and self.model.support_replay != "off"
+
+    @property
     def for_ranks(self) -> RankConfig:
         """The sections that train ranks get."""
         return RankConfig(**{name: getattr(self, name) for name in RankConfig.model_fields})
@@ -124,6 +130,7 @@ class Config(LearningConfig):
                 f"model.tiny.num_kv_heads must divide num_heads = {self.model.tiny.num_heads}, got {self.model.tiny.num_kv_heads}")
         process_rules.check_quantization(self.inference, model=self.model)
         process_rules.check_routes(self.model, inference=self.inference, num_minibatches=self.algorithm.num_minibatches)
+        process_rules.check_supports(self.model, inference=self.inference, needs_teacher=self.algorithm.needs_teacher)
         process_rules.check_step(self.train, model=self.model)
         process_rules.check_channel(self.weights, model=self.model, inference=self.inference)
         process_rules.check_devices(self.cluster, inference=self.inference)

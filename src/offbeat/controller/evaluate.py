@@ -49,7 +49,7 @@ class Evaluator:
         self.name = name
         count = min(config.num_prompts, rows.num_rows or 0)
         self._rows = [rows.row(index) for index in range(count)]
-        self._sampling = replace(rollouts.sampling, temperature=config.temperature)
+        self._sampling = replace(rollouts.sampling, temperature=config.temperature, supports=False)
 
     @property
     def num_prompts(self) -> int:

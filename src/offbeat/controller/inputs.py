@@ -306,7 +306,7 @@ def _choose_sampling(base: Base, config: Config) -> Sampling:
     ends = base_ends(base, stop=rollout.stop, stop_token_ids=rollout.stop_token_ids)
     return Sampling(
         rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, ends.strings, stop_token_ids=ends.token_ids,
-        routes=config.model.route_replay == "rollout")
+        routes=config.model.route_replay == "rollout", supports=config.replays_supports)
 
 
 def base_ends(base: Base, *, stop: Sequence[str] = (), stop_token_ids: Sequence[int] = ()) -> Ends:

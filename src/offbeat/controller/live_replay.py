@@ -83,7 +83,7 @@ class LiveReplay:
         self._steps = {step.global_step: step for step in steps}
         self._open: dict[int, _Step] = {}
         self._config = config
-        self._sampling = replace(sampling, routes=False)
+        self._sampling = replace(sampling, routes=False, supports=False)
         self._num_groups = num_groups
 
     async def take_version(self, version: Version, *, step: int, changed: str = "") -> None:
