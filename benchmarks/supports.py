@@ -63,7 +63,7 @@ def _sizes(outputs: list[Output], engine: EmbeddedEngine) -> str:
         assert supports is not None, "they were asked for"
         packed += len(pack_supports(supports))
         words += len(supports.words)
-        for form, own in supports.pieces:
+        for form, own in supports.forms_and_words:
             counts.append(
                 vocab - len(own) if form == LEFT_OUT else int(np.unpackbits(own.view(np.uint8)).sum()) if form == BITS else len(own))
     num = len(counts)

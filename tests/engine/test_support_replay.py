@@ -159,7 +159,7 @@ def test_an_interrupted_sample_keeps_the_supports_of_each_version(folder_of):
     gap = np.abs(gaps(folder_of(), row, [[output]], temperature=0.7))
     assert gap[:5].max() < 1e-5 and gap[5:].max() > 0.1, "the trainer has the first version"
     [[first]] = engine.generate([PROMPTS[0]], CUT)
-    assert not np.array_equal(first.supports.take(np.arange(5)).words, output.supports.take(np.arange(5)).words)
+    assert not np.array_equal(first.supports.at_indices(np.arange(5)).words, output.supports.at_indices(np.arange(5)).words)
 
 
 def test_supports_of_several_turns_come_through_the_journal_into_a_batch(engine, folder_of):

@@ -102,7 +102,7 @@ def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_toke
             "loss_weights": over_ranges(weights[kept].astype(np.float32), bounds(num_trained[kept]))},
         of_tokens={"rollout_logprobs": [t.rollout_logprobs for t in used]}, losses=(policy_loss(config),),
         shared=SharedPrompts(group_ids[kept], prefix_lens[kept]), denominator=denominator)
-    supports = [None if t.supports is None else t.supports.take(np.flatnonzero(t.loss_mask)) for t in used]
+    supports = [None if t.supports is None else t.supports.at_indices(np.flatnonzero(t.loss_mask)) for t in used]
     batch = replace(
         batch, routes=join_routes([t.routes for t in used], [len(t) for t in used]),
         supports=join_supports(supports, num_trained[kept].tolist()))

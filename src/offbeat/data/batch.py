@@ -310,7 +310,7 @@ class Batch:
             targets=joined(self.targets, targets), columns={name: joined(values, targets) for name, values in self.columns.items()},
             sequences={name: values[indices] for name, values in self.sequences.items()},
             routes=None if self.routes is None else joined(self.routes, tokens),
-            supports=None if self.supports is None else self.supports.take(gather_ranges(self.target_offsets, indices)))
+            supports=None if self.supports is None else self.supports.at_indices(gather_ranges(self.target_offsets, indices)))
 
     @classmethod
     def concatenate(cls, parts: Sequence["Batch"]) -> "Batch":

@@ -42,7 +42,7 @@ class Supports:
     words: np.ndarray
 
     @classmethod
-    def whole(cls, length: int) -> "Supports":
+    def whole_vocabulary(cls, length: int) -> "Supports":
         """Return the whole vocabulary, `length` times."""
         return cls(np.zeros(length, np.uint8), np.zeros(length, np.int32), np.zeros(0, np.int32))
 
@@ -57,7 +57,7 @@ class Supports:
         return len(self.forms)
 
     @property
-    def pieces(self) -> Iterator[tuple[int, np.ndarray]]:
+    def forms_and_words(self) -> Iterator[tuple[int, np.ndarray]]:
         """The form and the words of each."""
         return zip(self.forms.tolist(), np.split(self.words, np.cumsum(self.sizes)[:-1]), strict=True) if len(self) else iter(())
 
@@ -66,7 +66,7 @@ class Supports:
         """[L] bool, whether each is the whole vocabulary."""
         return (self.forms == LEFT_OUT) & (self.sizes == 0)
 
-    def take(self, which: np.ndarray) -> "Supports":
+    def at_indices(self, which: np.ndarray) -> "Supports":
         """Return the supports at indices [K]."""
         return Supports(self.forms[which], self.sizes[which], self.words[gather_ranges(bounds(self.sizes), which)])
 
@@ -93,7 +93,7 @@ def join_supports(parts: Sequence[Supports | None], lengths: Sequence[int]) -> S
     """
     if all(part is None or (not part.words.size and part.are_whole.all()) for part in parts):
         return None
-    known = [Supports.whole(length) if part is None else part for part, length in zip(parts, lengths, strict=True)]
+    known = [Supports.whole_vocabulary(length) if part is None else part for part, length in zip(parts, lengths, strict=True)]
     return Supports(*(np.concatenate([getattr(part, name) for part in known]) for name in ("forms", "sizes", "words")))
 
 
@@ -115,7 +115,7 @@ def check_supports(supports: object, tokens: np.ndarray) -> Supports:
 # -- bytes -------------------------------------------------------------------------------------------------------------------------------
 
 
-class _Packed(msgspec.Struct, array_like=True):
+class _PackedSupports(msgspec.Struct, array_like=True):
     forms: bytes
     sizes: bytes
     words: bytes
@@ -128,7 +128,7 @@ def pack_supports(supports: Supports) -> bytes:
     plain = np.repeat(supports.forms == BITS, supports.sizes)
     plain[bounds(supports.sizes)[:-1][supports.sizes > 0]] = True
     words[plain] = supports.words[plain]
-    packed = _Packed(supports.forms.tobytes(), _by_significance(supports.sizes), _by_significance(words))
+    packed = _PackedSupports(supports.forms.tobytes(), _by_significance(supports.sizes), _by_significance(words))
     return zstandard.ZstdCompressor(level=1).compress(msgspec.msgpack.encode(packed))
 
 
@@ -139,7 +139,7 @@ def unpack_supports(packed: bytes) -> Supports:
         DataError: the bytes are none.
     """
     try:
-        told = msgspec.msgpack.decode(zstandard.ZstdDecompressor().decompress(packed), type=_Packed)
+        told = msgspec.msgpack.decode(zstandard.ZstdDecompressor().decompress(packed), type=_PackedSupports)
         forms, sizes, words = np.frombuffer(told.forms, np.uint8), _from_significance(told.sizes), _from_significance(told.words)
     except (zstandard.ZstdError, msgspec.DecodeError, ValueError) as exc:
         raise DataError(f"these bytes are not supports: {exc}") from exc

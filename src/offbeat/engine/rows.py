@@ -124,8 +124,9 @@ class Rows:
             wanting = np.array([sample.request.params.supports for sample in self.samples], np.bool_)
             self._sampling = SamplingRows(
                 temperature=self._temperature[rows], top_p=self._top_p[rows], top_k=self._top_k[rows], scaled=self._scaled[rows],
-                num_top=self._num_top[rows], supports=wanting, device=self._device, shaped=self._shaped_rows(),
+                num_top=self._num_top[rows], device=self._device, shaped=self._shaped_rows(),
             )
+            self._sampling.report_supports(wanting)
         return self._sampling
 
     def _shaped_rows(self) -> ShapedRows | None:
@@ -176,7 +177,7 @@ class Rows:
         if drawn.top_ids is not None and drawn.top_logprobs is not None:
             self._append_top(drawn.top_ids, drawn.top_logprobs)
         if drawn.supports is not None:
-            for row, piece in zip(self.sampling().supported.tolist(), drawn.supports.pieces, strict=True):
+            for row, piece in zip(self.sampling().supported.tolist(), drawn.supports.forms_and_words, strict=True):
                 self.samples[row].supports.append(piece)
         stopped = (self._stop_ids[:count] == drawn.tokens[:, None]).any(axis=1)
         if (shaped := self.sampling().shaped) is not None:

@@ -73,11 +73,9 @@ class SamplingRows:
 
     def __init__(
         self, *, temperature: np.ndarray, top_p: np.ndarray, top_k: np.ndarray, scaled: np.ndarray, num_top: np.ndarray,
-        device: torch.device, shaped: ShapedRows | None = None, supports: np.ndarray | None = None,
+        device: torch.device, shaped: ShapedRows | None = None,
     ) -> None:
-        """All arrays are [B]. Temperature 0 is greedy; top_p 1 and top_k 0 set no limit; num_top is 0 where nothing is reported, and
-        `supports` False.
-        """
+        """All arrays are [B]. Temperature 0 is greedy; top_p 1 and top_k 0 set no limit; num_top is 0 where nothing is reported."""
         greedy = temperature == 0
         restricted = np.flatnonzero(~greedy & ((top_p < 1) | (top_k > 0)))
         scale = np.where(greedy, 1, temperature).astype(np.float32)
@@ -89,10 +87,14 @@ class SamplingRows:
         self.shaped = shaped
         changed = np.union1d(restricted, () if shaped is None else shaped.row_numbers).astype(np.int64)
         self.scaled = upload(changed[scaled[changed]], device) if scaled[changed].any() else None
-        self.supported = changed[:0] if supports is None else changed[supports[changed]]
+        self._changed, self.supported = changed, changed[:0]
         self.changes = self.scale is not None or self.restricted is not None or shaped is not None
         self.num_top = int(num_top.max(initial=0))
         self.top = upload(np.flatnonzero(num_top), device) if self.num_top else None
+
+    def report_supports(self, wanted: np.ndarray) -> None:
+        """Let those of the rows `wanted` [B] bool report supports whose logits do not allow every token."""
+        self.supported = self._changed[wanted[self._changed]]
 
 
 @dataclass(frozen=True, eq=False)

@@ -334,7 +334,7 @@ class _Chunks:
         logits = x if self._weight is None else linear(x.to(self.compute), self._weight, self._bias)
         if supports is None:
             return logits
-        own = supports.take(np.arange(rows.start, rows.stop))
+        own = supports.at_indices(np.arange(rows.start, rows.stop))
         return keep_within(logits.clone() if self._weight is None else logits, own, start=self._start)
 
     def scaled(self, logits: Tensor) -> Tensor:

@@ -85,11 +85,11 @@ def _positions(share: RowShare) -> tuple[np.ndarray, np.ndarray, Supports | None
     if supports is None:
         source, inverse = np.unique(share.source, return_inverse=True)
         return source, inverse, None
-    own = supports.take(share.which)
+    own = supports.at_indices(share.which)
     kinds = np.where(own.are_whole, -1, np.arange(len(own)))
     (source, _), first, inverse = np.unique(np.stack([share.source, kinds]), axis=1, return_index=True, return_inverse=True)
     # A share that predicts nothing runs its head at one position all the same; see `scored_positions`.
-    return source, inverse.reshape(-1), own.take(first) if len(first) else None
+    return source, inverse.reshape(-1), own.at_indices(first) if len(first) else None
 
 
 def dummy_row() -> PackedRow:
