@@ -112,7 +112,9 @@ class AdapterStack:
         self._held[one], self._held[other] = self._held[other], self._held[one]
         for weights in self._weights.values():
             for stacked in (weights.a, weights.b):
-                stacked[[one, other]] = stacked[[other, one]]
+                kept = stacked[one].clone()  # a list of indices would come from the host
+                stacked[one] = stacked[other]
+                stacked[other] = kept
 
     def read(self, adapter: Adapter) -> Adapter:
         """Copy an adapter back out of its slot, so that it holds the numbers that serve."""

@@ -71,7 +71,8 @@ def test_supports_are_asked_for_where_something_leaves_tokens_out_and_must_have_
     assert body["return_supports"] and sample.supports is not None and sample.supports.words.tolist() == given.words.tolist()
     [sample], (_, _, body) = generate({"choices": [choice()]}, Sampling(7, supports=True))
     assert "return_supports" not in body and sample.supports is None
-    for told, wrong in ((None, "none"), (given.take(np.array([0, 1])), "2"), (given.take(np.array([1, 0, 2])), "one without its token")):
+    two, swapped = given.at_indices(np.array([0, 1])), given.at_indices(np.array([1, 0, 2]))
+    for told, wrong in ((None, "none"), (two, "2"), (swapped, "one without its token")):
         with pytest.raises(EngineError, match=f"asked for the supports of 3 tokens and gave {wrong}; set model.support_replay to"):
             generate({"choices": [choice(supports=told and pack_supports(told))]}, Sampling(7, top_k=3, supports=True))
 

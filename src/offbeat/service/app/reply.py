@@ -17,7 +17,7 @@ from offbeat.errors import OffbeatError
 from offbeat.listening import ReadBody
 from offbeat.service.app.readers import SMALL_BYTES, Beside, Readers
 from offbeat.service.errors import FailedError, OverLimitError, RequestError
-from offbeat.service.types import Caller
+from offbeat.service.types import Caller, Payload
 from offbeat.service.wire.json_body import MAX_JSON_BYTES, read_json
 from offbeat.service.wire.limits import WireLimits
 from offbeat.telemetry.log import current_request
@@ -106,6 +106,11 @@ def accepted(request_id: str, **more: Any) -> Response:
 def refusal(sentence: str, *, status: int) -> Response:
     """Answer with an error in the form of the service's own endpoints."""
     return error_response(Refusal(sentence, status), write_detail)
+
+
+def payload(content: Payload) -> Response:
+    """Answer with a payload that is already encoded."""
+    return Response(content.data, headers={"content-type": content.content_type})
 
 
 def explain(exc: BaseException, what: str) -> Refusal:

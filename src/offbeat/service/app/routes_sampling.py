@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from starlette.responses import Response
 
 from offbeat.errors import StorageError
-from offbeat.service.app.reply import Call, Endpoint, Served, answer
+from offbeat.service.app.reply import Call, Endpoint, Served, answer, payload
 from offbeat.service.app.request_images import RequestImages
 from offbeat.service.sampling import SamplingService
 from offbeat.service.service import ServiceCore
@@ -80,5 +80,5 @@ class SamplingRoutes:
             await asyncio.sleep(_PAUSE_S)  # clients retry at once and ignore `retry-after`
             raise
         if not isinstance(found, Pending):
-            return Response(found.data, headers={"content-type": found.content_type})
+            return payload(found)
         return answer(rest.pending(request_id, found), status=_NOT_YET)
