@@ -57,3 +57,13 @@ def one_by_one(model, batch, temperature=1.0):
         logprobs.append(table[source, torch.from_numpy(one.targets.astype(np.int64))])
         entropies.append(-(table[source].exp() * table[source]).sum(-1))
     return torch.cat(logprobs), torch.cat(entropies)
+
+
+def sampled_batch(prompts, outputs):
+    """The batch of an engine's outputs of each prompt, with their tokens trained on and the prompts shared."""
+    whole = [(number, prompts[number] + output.token_ids) for number, own in enumerate(outputs) for output in own]
+    lengths, prompt_lens = [len(tokens) for _, tokens in whole], np.array([len(prompts[number]) for number, _ in whole])
+    trained = np.concatenate([np.arange(length) >= start for length, start in zip(lengths, prompt_lens, strict=True)])
+    return Batch.of_next_tokens(
+        np.concatenate([tokens for _, tokens in whole]), trained, lengths=lengths, columns={}, losses=(),
+        shared=SharedPrompts(np.array([number for number, _ in whole]), prompt_lens))

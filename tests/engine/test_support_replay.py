@@ -11,7 +11,6 @@ from offbeat.algorithms.experience import make_batch as batch_of
 from offbeat.chat.shaping import Shaping, Structure
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.train import TrainConfig
-from offbeat.data.batch import Batch, SharedPrompts
 from offbeat.data.packing import PackedRow, pack_row
 from offbeat.data.sample_supports import BITS, KEPT, LEFT_OUT, join_supports
 from offbeat.data.tokenizer import character_tokenizer
@@ -27,6 +26,7 @@ from offbeat.journal.records import pack, unpack
 from offbeat.model.logprobs import token_logprobs
 from offbeat.rollout.builder import TrajectoryBuilder
 from offbeat.trainer.policy import load_policy
+from row_samples import sampled_batch
 
 PROMPTS = [[5, 9, 20, 3, 8, 8, 41, 7, 30], [17, 6, 5, 33]]
 PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True, seed=3, temperature=0.7, supports=True)
@@ -65,13 +65,8 @@ def engine(folder_of):
 
 def row_of(outputs: list[list[Output]], *, replayed: bool = True, share_prefix: bool = True) -> PackedRow:
     """The row of samples of `PROMPTS`, with the supports that the engine gave."""
-    whole = [(number, PROMPTS[number] + output.token_ids, output) for number, own in enumerate(outputs) for output in own]
-    lengths, prompt_lens = [len(tokens) for _, tokens, _ in whole], np.array([len(PROMPTS[number]) for number, _, _ in whole])
-    trained = np.concatenate([np.arange(length) >= start for length, start in zip(lengths, prompt_lens, strict=True)])
-    batch = Batch.of_next_tokens(
-        np.concatenate([tokens for _, tokens, _ in whole]), trained, lengths=lengths, columns={}, losses=(),
-        shared=SharedPrompts(np.array([number for number, _, _ in whole]), prompt_lens))
-    supports = join_supports([output.supports for _, _, output in whole], [len(output.token_ids) for _, _, output in whole])
+    batch, samples = sampled_batch(PROMPTS, outputs), [output for own in outputs for output in own]
+    supports = join_supports([output.supports for output in samples], [len(output.token_ids) for output in samples])
     return pack_row(replace(batch, supports=supports if replayed else None), share_prefix=share_prefix)
 
 

@@ -13,19 +13,11 @@ from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2Fo
 from offbeat.data.packing import PackedRow, Segments
 from offbeat.errors import ModelError
 from offbeat.model import head as head_module
-from offbeat.model.head import ACCELERATOR_SIZES, CPU_SIZES, FusedHead, HeadSizes, Picks, compute_in_float32, fused_head, pick
+from offbeat.model.head import ACCELERATOR_SIZES, CPU_SIZES, FusedHead, Picks, compute_in_float32, fused_head, pick
 from offbeat.model.logprobs import token_logprobs
 
 V, H, U = 49, 16, 11
 POSITIONS, TARGETS = np.array([4, 0, 4, 4, 10, 9, 10]), np.array([0, 1, 3, 3, 7, 48, 6])
-
-
-@pytest.fixture(params=["all at once", "chunks that are kept", "chunks that are made again", "by kernel", "by kernel, made again"])
-def chunks(request, monkeypatch):
-    if request.param != "all at once":
-        kept, passes = 5 * V * 4 if "again" in request.param else 1 << 20, 0 if "kernel" in request.param else 2 * V * 4
-        monkeypatch.setattr(
-            head_module, "CPU_SIZES", HeadSizes(chunk_bytes=3 * V * 4, chunk_rows=1 << 30, kept_bytes=kept, pass_bytes=passes))
 
 
 def slow(logits, temperature):

@@ -11,7 +11,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from family_table import FAMILIES, SIZES
 from offbeat.config.model import ModelConfig
 from offbeat.config.train import TrainConfig
-from offbeat.data.batch import Batch, SharedPrompts
 from offbeat.data.expert_routes import join_routes, unknown_routes
 from offbeat.data.packing import PackedRow, pack_row
 from offbeat.data.tokenizer import character_tokenizer
@@ -23,6 +22,7 @@ from offbeat.model.logprobs import token_logprobs
 from offbeat.model.route_replay import find_routers
 from offbeat.trainer.policy import let_replay, load_policy
 from router_noise import plant_noise
+from row_samples import sampled_batch
 
 BY_TYPE = {family.model_type: family for family in FAMILIES}
 REPLAYED = ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3", "glm4_moe"]
@@ -64,14 +64,9 @@ def load_replaying(folder: str, **settings):
 
 def row_of(outputs: list[list[Output]], *, known: bool = True, share_prefix: bool = True) -> PackedRow:
     """The row of samples of `PROMPTS`, with the routes that the engine gave."""
-    whole = [(number, PROMPTS[number] + output.token_ids, output) for number, own in enumerate(outputs) for output in own]
-    lengths, prompt_lens = [len(tokens) for _, tokens, _ in whole], np.array([len(PROMPTS[number]) for number, _, _ in whole])
-    trained = np.concatenate([np.arange(length) >= start for length, start in zip(lengths, prompt_lens, strict=True)])
-    batch = Batch.of_next_tokens(
-        np.concatenate([tokens for _, tokens, _ in whole]), trained, lengths=lengths, columns={}, losses=(),
-        shared=SharedPrompts(np.array([number for number, _, _ in whole]), prompt_lens))
-    parts = [np.concatenate([o.routes, unknown_routes(1, o.routes)]) for _, _, o in whole if o.routes is not None]
-    return pack_row(replace(batch, routes=join_routes(parts, lengths) if known else None), share_prefix=share_prefix)
+    batch, samples = sampled_batch(PROMPTS, outputs), [output for own in outputs for output in own]
+    parts = [np.concatenate([each.routes, unknown_routes(1, each.routes)]) for each in samples if each.routes is not None]
+    return pack_row(replace(batch, routes=join_routes(parts, batch.lengths) if known else None), share_prefix=share_prefix)
 
 
 def gap(model, row: PackedRow, outputs: list[list[Output]]) -> float:

@@ -11,8 +11,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHead
 from drawn_supports import as_supports, supports_at_random
 from offbeat.data.packing import pack_row
 from offbeat.data.sample_supports import BITS, KEPT, LEFT_OUT
-from offbeat.model import head as head_module
-from offbeat.model.head import FusedHead, HeadSizes, Picks, pick
+from offbeat.model.head import FusedHead, Picks, pick
 from offbeat.model.logprobs import token_logprobs
 from offbeat.model.supports import keep_within
 from row_samples import SIZES, build, make_batch
@@ -20,14 +19,6 @@ from row_samples import SIZES, build, make_batch
 V, H, U = 49, 16, 11
 POSITIONS, TARGETS = np.arange(U), np.random.default_rng(5).integers(0, V, U)
 SUPPORTS, MASKS = supports_at_random(TARGETS, V)
-
-
-@pytest.fixture(params=["all at once", "chunks that are kept", "chunks that are made again", "by kernel", "by kernel, made again"])
-def chunks(request, monkeypatch):
-    if request.param != "all at once":
-        kept, passes = 5 * V * 4 if "again" in request.param else 1 << 20, 0 if "kernel" in request.param else 2 * V * 4
-        monkeypatch.setattr(
-            head_module, "CPU_SIZES", HeadSizes(chunk_bytes=3 * V * 4, chunk_rows=1 << 30, kept_bytes=kept, pass_bytes=passes))
 
 
 def slow(logits, temperature, masks=MASKS, targets=TARGETS):
