@@ -75,9 +75,7 @@ def write_detail(message: str, *, status: int, param: str = "") -> bytes:  # noq
 class Connections:
     """All open connections of a server. For one event loop."""
 
-    def __init__(
-        self, bounds: Bounds, *, is_exempt: IsExempt = lambda _: False, write_error: WriteRefusal = write_detail,
-    ) -> None:
+    def __init__(self, bounds: Bounds, *, is_exempt: IsExempt = lambda _: False, write_error: WriteRefusal = write_detail) -> None:
         """`is_exempt` says whether an address may have any number of connections; `write_error` writes the body of a refusal."""
         self.bounds = bounds
         self.write_error = write_error

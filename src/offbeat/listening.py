@@ -184,9 +184,7 @@ async def read_body(http: Request, *, max_bytes: int, patience_s: float = PATIEN
     return b"".join(parts)
 
 
-def extend(
-    patience: asyncio.Timeout, num_bytes: int, *, patience_s: float = PATIENCE_S, min_bytes_per_s: float = MIN_BYTES_PER_S,
-) -> None:
+def extend(patience: asyncio.Timeout, num_bytes: int, *, patience_s: float = PATIENCE_S, min_bytes_per_s: float = MIN_BYTES_PER_S) -> None:
     """Extend the deadline for each byte, but never beyond the initial patience: bodies that stall or trickle run out of time."""
     now, until = asyncio.get_running_loop().time(), patience.when()
     assert until is not None, "it has a deadline from the start"

@@ -70,8 +70,7 @@ class AgentWorkflow:
         session = self.proxy.open(generate, episode.sampling, limits=limits, keep_reasoning=config.keep_reasoning)
         # The key is in the path as well, for libraries that take no key for each episode.
         url = self.proxy.path_url(session)
-        task = AgentTask(
-            episode.row, f"{url}/v1", url, session.key, config.model, seed_of(episode.row), config.timeout_s)
+        task = AgentTask(episode.row, f"{url}/v1", url, session.key, config.model, seed_of(episode.row), config.timeout_s)
         try:
             result = await self.player.play(task, episode.off_the_clock, clock)
         except DeadlineError as exc:

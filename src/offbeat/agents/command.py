@@ -74,9 +74,7 @@ class CommandPlayer:
         return printed(output, of=f"the command {name}")
 
 
-async def run(
-    command: Sequence[str], environment: Mapping[str, str], *, memory_bytes: int, log: logging.Logger,
-) -> tuple[int, str, str]:
+async def run(command: Sequence[str], environment: Mapping[str, str], *, memory_bytes: int, log: logging.Logger) -> tuple[int, str, str]:
     """Run a command in a process group of its own; returns its exit code and the ends of its stdout and stderr, such as (0, "0.5", "")."""
     # Pipes of our own: with asyncio's, the end of a process is not seen as long as a process that it started holds one.
     (out, out_end), (err, err_end) = os.pipe(), os.pipe()

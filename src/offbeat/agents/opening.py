@@ -24,9 +24,7 @@ from offbeat.user_code.functions import resolve
 SHORT_NAMES = {"single_turn": "offbeat.rollout.workflows.single_turn:single_turn"}
 
 
-async def open_workflow(
-    stack: AsyncExitStack, config: Config, *, tokenizer: Tokenizer, log_dir: Path | None, notes: Notes,
-) -> Workflow:
+async def open_workflow(stack: AsyncExitStack, config: Config, *, tokenizer: Tokenizer, log_dir: Path | None, notes: Notes) -> Workflow:
     """Return the workflow; its processes and its proxy end with `stack`.
 
     `notes` takes a note when a process of user code had to be replaced, or when the proxy is exposed.
@@ -61,9 +59,7 @@ async def open_workflow(
     return PlayedWorkflow(pool, agent, make_recorder, config.data.system_prompt)
 
 
-async def _open_player(
-    stack: AsyncExitStack, config: Config, *, log_dir: Path | None, notes: Notes,
-) -> Player:
+async def _open_player(stack: AsyncExitStack, config: Config, *, log_dir: Path | None, notes: Notes) -> Player:
     agent = config.agent
     if agent.command:
         return await stack.enter_async_context(CommandPlayer(

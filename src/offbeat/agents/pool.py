@@ -60,9 +60,7 @@ class PlayPool:
     `tools` are described to models; they are known once the pool has been entered.
     """
 
-    def __init__(
-        self, request: PlayLoadRequest, config: AgentConfig, *, log_dir: Path | None, notes: Notes | None = None,
-    ) -> None:
+    def __init__(self, request: PlayLoadRequest, config: AgentConfig, *, log_dir: Path | None, notes: Notes | None = None) -> None:
         """Prepare the pool; its processes start on entering it.
 
         Args:

@@ -134,9 +134,7 @@ class Proxy:
 
     # -- sessions ----------------------------------------------------------------------------------------------------------------------
 
-    def open(
-        self, generate: Generate, sampling: Sampling, *, limits: EpisodeLimits | None = None, keep_reasoning: bool = True,
-    ) -> Session:
+    def open(self, generate: Generate, sampling: Sampling, *, limits: EpisodeLimits | None = None, keep_reasoning: bool = True) -> Session:
         """Begin an episode, which has a key of its own; see `Recorder` for the arguments. `close` has to be called at its end."""
         return self._sessions.open(self._recorder(sampling, limits, keep_reasoning), generate)
 
@@ -169,8 +167,7 @@ class Proxy:
             ("GET", "/v1/models", self._models),
             ("GET", "/v1/models/{name:path}", self._model_of),
         ]
-        return [
-            Route(before + path, handler, methods=[method]) for before in ("", "/sessions/{key}") for method, path, handler in table]
+        return [Route(before + path, handler, methods=[method]) for before in ("", "/sessions/{key}") for method, path, handler in table]
 
     def _answering(self, dialect: ChatDialect) -> Callable[[Request], Awaitable[Response]]:
         async def answer_call(http: Request) -> Response:

@@ -145,8 +145,7 @@ class Recorder:
 
     def another(self) -> "Recorder":
         """Return a recorder for another episode, with the same settings."""
-        return Recorder(
-            self._renderer, self._parser, sampling=self._sampling, limits=self._limits, keep_reasoning=self._keep_reasoning)
+        return Recorder(self._renderer, self._parser, sampling=self._sampling, limits=self._limits, keep_reasoning=self._keep_reasoning)
 
     @property
     def num_turns(self) -> int:
@@ -197,8 +196,7 @@ class Recorder:
         if parent is not None:
             parent.is_read = True  # its client has repeated it
             parent.num_children += 1
-        turn = PendingTurn(
-            request, prompt, sampling, opening, parent, given, found.history, self._num_opened, state)
+        turn = PendingTurn(request, prompt, sampling, opening, parent, given, found.history, self._num_opened, state)
         self._num_opened += request.n
         return turn
 

@@ -30,9 +30,7 @@ def with_end_targets(batch: Batch) -> tuple[Batch, np.ndarray]:
         losses=(value_loss(0.0),)), added
 
 
-def with_values(
-    batch: Batch, penalties: np.ndarray, *, values: np.ndarray, end_values: np.ndarray, config: AlgorithmConfig,
-) -> Batch:
+def with_values(batch: Batch, penalties: np.ndarray, *, values: np.ndarray, end_values: np.ndarray, config: AlgorithmConfig) -> Batch:
     """Return the batch with advantages over the critic's values, and with the columns `values` and `returns` for `critic_batch`.
 
     Advantages are generalised advantage estimates; returns are those of `critic_lambda` plus the values, before any whitening. With

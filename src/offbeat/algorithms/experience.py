@@ -76,8 +76,7 @@ def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_toke
         num_malformed=episodes.of_parts(np.array([t.malformed_calls for t in trajectories])), config=config, max_new_tokens=max_new_tokens)
     offsets = bounds(num_trained)
     if config.credit and trajectories:
-        advantages = own_advantages(
-            config.credit, sample_groups(episodes, rewards_KU[0], lengths=num_trained), config.constants)
+        advantages = own_advantages(config.credit, sample_groups(episodes, rewards_KU[0], lengths=num_trained), config.constants)
     elif config.needs_critic:
         advantages = _token_rewards(episodes, rewards_KU[0], offsets, config)
     else:
@@ -262,8 +261,7 @@ def _outcomes(
         outcomes += outcome_advantages(
             rewards, group_ids=compared, num_tokens=num_tokens, centre=config.centre, scale=config.scale, episodes=episodes.part_episodes)
     if config.whiten == "sequences":
-        outcomes = whitened_sequences(
-            outcomes, counted=np.asarray(np.isfinite(rewards_KU).any(axis=0)), episodes=episodes.part_episodes)
+        outcomes = whitened_sequences(outcomes, counted=np.asarray(np.isfinite(rewards_KU).any(axis=0)), episodes=episodes.part_episodes)
     return outcomes
 
 

@@ -50,7 +50,5 @@ def replay_run(folder: Path, *, from_step: int | None, to_step: int | None, live
     replayed = Replayed()
     config = recorded.recorded_config(folder)
     alone = config.model_copy(update={"run": config.run.model_copy(update={"mode": "controller"})})
-    run_alone(
-        lambda _console: recorded.replay(
-            folder, _Collected(replayed), first=from_step, last=to_step, live_groups=live_groups), alone)
+    run_alone(lambda _console: recorded.replay(folder, _Collected(replayed), first=from_step, last=to_step, live_groups=live_groups), alone)
     return replayed

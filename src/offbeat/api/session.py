@@ -177,9 +177,7 @@ def run_alone(
         _RUNNING.release()
 
 
-def _in_thread(
-    work: Callable[[], T], *, ending: Ending, inbox: "SimpleQueue[Step | None]", tell: Callable[[Step], None],
-) -> T:
+def _in_thread(work: Callable[[], T], *, ending: Ending, inbox: "SimpleQueue[Step | None]", tell: Callable[[Step], None]) -> T:
     outcome: Future[T] = Future()
 
     def body() -> None:

@@ -108,8 +108,7 @@ class Answering:
         form = self._giving(chat.variables).renderer.format
         if form is None or not chat.opening:
             return None
-        return call_structure(
-            form, chat.request, tool_name=_only_tool(chat.request), special_text_in=self._tokenizer.special_text_in)
+        return call_structure(form, chat.request, tool_name=_only_tool(chat.request), special_text_in=self._tokenizer.special_text_in)
 
     def count(self, request: ChatRequest) -> int:
         """Return the number of tokens of a request's prompt; errors as of `Renderer.prompt`."""
@@ -171,8 +170,7 @@ class ReplyReader:
         elif ids and (ids[-1] in self._ends or ids[-1] in chat.stop_token_ids):
             ids, stop = ids[:-1], ()
         free = self._tokenizer.decode_continuation(ids[: request.shaping.min_tokens], skip_special_tokens=chat.plain)
-        text, stopped = _cut(
-            self._tokenizer.decode_continuation(ids, skip_special_tokens=chat.plain), stop, chat.call_end, after=len(free))
+        text, stopped = _cut(self._tokenizer.decode_continuation(ids, skip_special_tokens=chat.plain), stop, chat.call_end, after=len(free))
         last = self.push(text[self._num_read :])
         if self._reader is not None:
             last += self._tell(self._reader.finish())

@@ -8,17 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from offbeat.chat.dialects import (
-    AnswerStream,
-    ChatDialect,
-    call_of,
-    event,
-    extras_of,
-    named,
-    read_fields,
-    tool_of,
-    tools_wanted,
-)
+from offbeat.chat.dialects import AnswerStream, ChatDialect, call_of, event, extras_of, named, read_fields, tool_of, tools_wanted
 from offbeat.chat.image_parts import ImageRules, join_parts
 from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Piece, Reply, Said, SaidKind, TokenLogprob, Tool, ToolCall
 from offbeat.chat.shaping import ShapingFields, Structure, structure_of
@@ -26,8 +16,7 @@ from offbeat.data.image_sources import PART_KINDS, ImageSource
 from offbeat.errors import RefusedError
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "pause_turn"}
-_ERRORS = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+_ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 
 
 class _Block(msgspec.Struct):

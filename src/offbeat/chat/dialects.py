@@ -278,8 +278,7 @@ def choice_of(got: str | dict[str, Any] | None, *, below: str = "") -> tuple[str
 def named(messages: Sequence[Message]) -> tuple[Message, ...]:
     """Give each tool's result the name of its tool, from the call of the same id, where the result has none."""
     names = {call.id: call.name for message in messages for call in message.calls}
-    return tuple(
-        replace(m, name=names.get(m.call_id, "")) if m.role == "tool" and not m.name else m for m in messages)
+    return tuple(replace(m, name=names.get(m.call_id, "")) if m.role == "tool" and not m.name else m for m in messages)
 
 
 def data(value: Any) -> bytes:

@@ -87,9 +87,7 @@ class AnswerParser:
 class _OwnReader:
     """Reads a whole answer by the tokenizer's own response template, whose patterns may be of any kind."""
 
-    def __init__(
-        self, template: Mapping[str, Any], prefix: str, tools: Sequence[Mapping[str, Any]], call_ids: CallIds
-    ) -> None:
+    def __init__(self, template: Mapping[str, Any], prefix: str, tools: Sequence[Mapping[str, Any]], call_ids: CallIds) -> None:
         self.malformed = ""
         self._template, self._prefix, self._tools, self._call_ids = template, prefix, tools, call_ids
         self._texts: list[str] = []

@@ -72,9 +72,7 @@ class Renderer:
         ids = self.tokenizer.encode(self._prompt_text(messages, tools, to_answer=True))
         return [*self._with_images(ids, messages), *self.opening_ids(opening)]
 
-    def following(
-        self, answer: Message, new: Sequence[Message], tools: Sequence[Tool] = (), *, opening: str = ""
-    ) -> list[int] | None:
+    def following(self, answer: Message, new: Sequence[Message], tools: Sequence[Tool] = (), *, opening: str = "") -> list[int] | None:
         """Return the token ids between the token that ended the assistant's turn and its next answer.
 
         They are taken from a short chat that ends with `answer`, so that the tokens sampled before stay unchanged.

@@ -185,8 +185,7 @@ def _said_item(kind: SaidKind, item_id: str, text: str, *, status: str, logprobs
 
 
 def _call_item(item_id: str, call: ToolCall, *, status: str) -> dict[str, Any]:
-    return {
-        "type": "function_call", "id": item_id, "call_id": call.id, "name": call.name, "arguments": call.arguments, "status": status}
+    return {"type": "function_call", "id": item_id, "call_id": call.id, "name": call.name, "arguments": call.arguments, "status": status}
 
 
 def _response(request: ChatRequest, answer: ChatAnswer, items: list[dict[str, Any]], status: str) -> dict[str, Any]:

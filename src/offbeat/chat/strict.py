@@ -16,9 +16,7 @@ SpecialTextIn = Callable[[str], str]
 """Returns the first special token that a text contains; "" without one."""
 
 
-def call_structure(
-    form: ToolFormat, request: ChatRequest, *, tool_name: str, special_text_in: SpecialTextIn
-) -> Structure | None:
+def call_structure(form: ToolFormat, request: ChatRequest, *, tool_name: str, special_text_in: SpecialTextIn) -> Structure | None:
     """Return the form of an answer that begins with a forced call; None where no tool that may be called is strict.
 
     Args:

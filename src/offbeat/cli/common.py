@@ -31,9 +31,7 @@ def load_run(function: str) -> Callable[..., Any]:
         return getattr(load_module("offbeat.runs.run"), function)
 
 
-def telling_how_to_go_on(
-    config: Config, args: argparse.Namespace, command: Sequence[str],
-) -> AbstractContextManager[Callable[[], None]]:
+def telling_how_to_go_on(config: Config, args: argparse.Namespace, command: Sequence[str]) -> AbstractContextManager[Callable[[], None]]:
     """Print at the end the command that continues a run, such as ["offbeat", "train", "task.toml"], as `api.session` does."""
     resumes = [] if config.run.resume else ["--run.resume", "true"]
     again = "start it with torchrun as before" if config.run.mode == "spmd" else shlex.join([*command, *resumes])
@@ -80,9 +78,7 @@ def run_console(config: Config, args: argparse.Namespace) -> Iterator[Console]:
         yield console
 
 
-def make_console(
-    config: Config, args: argparse.Namespace, stream: TextIO, *, on_open: OnOpen | None = None,
-) -> Console:
+def make_console(config: Config, args: argparse.Namespace, stream: TextIO, *, on_open: OnOpen | None = None) -> Console:
     """Create the console that the arguments and [telemetry] ask for; for `on_open` see `Console`."""
     return Console(choose_mode(stream, as_json=args.json, enabled=config.telemetry.console), stream=stream, on_open=on_open)
 

@@ -144,7 +144,6 @@ def shown(terminal: Terminal | None) -> Iterator["OnProgress"]:
             if not progress.num_answered:
                 bar.reset(task, total=progress.num_prompts or None)
             told = f"accuracy {progress.accuracy:.3f}" if progress.num_answered else ""
-            bar.update(
-                task, description=f"{progress.model} · {progress.set or 'starting'}", completed=progress.num_answered, told=told)
+            bar.update(task, description=f"{progress.model} · {progress.set or 'starting'}", completed=progress.num_answered, told=told)
 
         yield show

@@ -44,8 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sbatch", action="append", default=[], metavar="DIRECTIVE", help="another directive; may be given repeatedly")
     parser.add_argument("--setup", action="append", default=[], metavar="COMMAND", help="shell command to run first; may be repeated")
     parser.add_argument("--python", default=sys.executable, metavar="PATH", help="Python that has Offbeat (default: this one)")
-    parser.add_argument(
-        "--command", choices=(*TRAINING_KINDS, "eval"), default="train", help="what is run (default: train)")
+    parser.add_argument("--command", choices=(*TRAINING_KINDS, "eval"), default="train", help="what is run (default: train)")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[Override]) -> int:

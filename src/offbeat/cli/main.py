@@ -144,8 +144,7 @@ def build_parser(command: str) -> argparse.ArgumentParser:
         formatter_class=HelpFormatter)
     parser.add_argument("--version", action=_Version, help="print the version and end")
     parser.add_argument("--debug", action="store_true", help="show tracebacks, and log in detail")
-    commands = parser.add_subparsers(
-        prog="offbeat", metavar="COMMAND", required=True, help=argparse.SUPPRESS, parser_class=CommandParser)
+    commands = parser.add_subparsers(prog="offbeat", metavar="COMMAND", required=True, help=argparse.SUPPRESS, parser_class=CommandParser)
     if command not in COMMANDS:
         for name in COMMANDS:
             commands.add_parser(name)

@@ -78,8 +78,7 @@ def run(args: argparse.Namespace) -> int:
     if not 1 <= args.limit <= _LARGEST:
         raise ConfigError(f"--limit must be at least 1 and at most 2^53, got {args.limit}")
     check_run(args.run_dir)
-    console = Console(
-        file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() or os.environ.get("COLUMNS") else _PIPE_WIDTH)
+    console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() or os.environ.get("COLUMNS") else _PIPE_WIDTH)
     if args.show is not None:
         address = Address.parse(args.show)
         group = find_group(args.run_dir, address)

@@ -22,8 +22,7 @@ class AgentConfig(Section):
         "", "What is played with rollout.workflow = \"gym\": my_env.py:MyEnv, textarena:TicTacToe-v0, skyrl-gym:gsm8k_multi_turn, "
         "gem:NAME, openenv:URL or reasoning-gym:chain_sum; with \"agent\", an environment that brings its own loop, as verifiers:my_env.",
         on_resume=Change.CODE)
-    options: tuple[str, ...] = field(
-        (), "Options of the environment, each as in num_players=2; its defaults hold for the others.")
+    options: tuple[str, ...] = field((), "Options of the environment, each as in num_players=2; its defaults hold for the others.")
     tools: tuple[str, ...] = field(
         (), "Tools of rollout.workflow = \"tool_loop\": tools.py:add for a typed function, tools.py:MyEnv for a class whose public "
         "methods are tools, or mcp:COMMAND or mcp:URL for those of an MCP server.", on_resume=Change.CODE)

@@ -42,8 +42,7 @@ def _check_credit(algorithm: AlgorithmConfig, *, rollout: RolloutConfig, critic:
             " whole batch to compute it over")
     if algorithm.compares_targets and not rollout.single_rank_load:
         what = "a filter m2" if algorithm.cov_control == "none" else f"algorithm.cov_control = '{algorithm.cov_control}'"
-        raise ValueError(
-            f"rollout.single_rank_load must be true with {what}, got false; no rank has the whole batch to choose tokens from")
+        raise ValueError(f"rollout.single_rank_load must be true with {what}, got false; no rank has the whole batch to choose tokens from")
     if objective_of(algorithm.objective).imitates and algorithm.reward_kl:
         raise ValueError(
             f"algorithm.reward_kl must be 0 with algorithm.objective = '{algorithm.objective}', which reads no advantages, got"
@@ -87,8 +86,7 @@ def _check_critic(algorithm: AlgorithmConfig, *, critic: CriticConfig, total_ste
             f"algorithm.scale must be 'none' with algorithm.centre = 'critic', got '{algorithm.scale}'; algorithm.whiten = 'tokens' can"
             " scale its advantages")
     if algorithm.credit:
-        raise ValueError(
-            f"algorithm.credit must be empty with algorithm.centre = 'critic', got '{algorithm.credit}'; both give advantages")
+        raise ValueError(f"algorithm.credit must be empty with algorithm.centre = 'critic', got '{algorithm.credit}'; both give advantages")
     for name, why in (
         ("separate_rewards", "a critic learns the sum of the rewards"), ("drop_zero_advantage", "the critic learns from all tokens"),
     ):
@@ -120,8 +118,7 @@ def _check_loss(algorithm: AlgorithmConfig) -> None:
             f"algorithm.weight must be 'none' with algorithm.anchor = 'rollout', got '{algorithm.weight}'; the ratio to the policy that"
             " sampled already corrects for it, and would count twice")
     if algorithm.weight_low > algorithm.weight_high:
-        raise ValueError(
-            f"algorithm.weight_low must be at most weight_high = {algorithm.weight_high:g}, got {algorithm.weight_low:g}")
+        raise ValueError(f"algorithm.weight_low must be at most weight_high = {algorithm.weight_high:g}, got {algorithm.weight_low:g}")
     for rule in algorithm.filters:
         if rule.low > rule.high:
             raise ValueError(f"algorithm.filters: low of {rule.metric} must be at most high = {rule.high:g}, got {rule.low:g}")

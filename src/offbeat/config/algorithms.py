@@ -53,8 +53,7 @@ class AlgorithmConfig(Section):
         "none", "Normalise advantages to mean 0 and standard deviation 1 over all trained tokens, or all sequences, of the batch.")
     separate_rewards: bool = field(
         False, "Centre and scale each named reward separately and sum the results; false sums the rewards first.")
-    gamma: float = field(
-        1.0, "Discount factor per generated token; 1 gives all tokens of an answer the same credit.", gt=0, le=1)
+    gamma: float = field(1.0, "Discount factor per generated token; 1 gives all tokens of an answer the same credit.", gt=0, le=1)
     gae_lambda: float = field(
         1.0, "With a critic: the lambda of generalised advantage estimation (arXiv:1506.02438); 1 uses observed rewards alone, smaller"
         " values rely more on the critic.",

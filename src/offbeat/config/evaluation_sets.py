@@ -47,8 +47,7 @@ def values_of_set(name: str, table: Mapping[str, Any], run: Mapping[str, Any]) -
     the table is empty or holds something that no set has.
     """
     if re.fullmatch(r"[a-z0-9_]+", name) is None:
-        raise ValueError(
-            f"evaluate.sets must have names of lower case letters, digits and '_', got {name!r}; metrics are named after them")
+        raise ValueError(f"evaluate.sets must have names of lower case letters, digits and '_', got {name!r}; metrics are named after them")
     own = _by_section(name, table)
     _replace_source(own)
     replace_played(own, run)

@@ -62,8 +62,7 @@ class InferenceConfig(Section):
         512,
         "Prompt tokens that the embedded engine computes in a round beside samples that decode; a longer prompt takes several rounds. "
         "Lower it for streams that must not pause, raise it for long prompts with short answers.", ge=1)
-    threads: int = field(
-        0, "CPU threads per engine; 0 divides the available cores among the run's engines and train ranks.", ge=0)
+    threads: int = field(0, "CPU threads per engine; 0 divides the available cores among the run's engines and train ranks.", ge=0)
     max_adapters: int = field(32, "LoRA adapters that an engine holds at once; the least recently used is evicted.", ge=1)
     max_adapter_rank: int = field(64, "Largest rank of an adapter that an engine takes.", ge=1)
     start_timeout_s: float = field(180.0, "Seconds until an engine must answer.", gt=0)

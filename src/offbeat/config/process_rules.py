@@ -132,9 +132,7 @@ def check_turns(cluster: ClusterConfig, *, rollout: RolloutConfig, inference: In
             raise ValueError(f"cluster.take_turns must be false with {name}, got true; {why}")
 
 
-def check_adapter(
-    model: ModelConfig, *, run: RunConfig, train: TrainConfig, rollout: RolloutConfig, inference: InferenceConfig,
-) -> None:
+def check_adapter(model: ModelConfig, *, run: RunConfig, train: TrainConfig, rollout: RolloutConfig, inference: InferenceConfig) -> None:
     """Check settings for training and serving an adapter."""
     for met, name, why in (
         (not model.lora.rank, "model.lora.rank = 0", "only weights that are frozen beside an adapter are rounded"),
@@ -174,8 +172,7 @@ def check_adapter(
             "run.warm_up must be false with model.lora.rank > 0, no model.path and run.mode = 'spmd', got true; make the base with"
             " `offbeat sft` first, and give its export as model.path")
     if model.lora.rank > inference.max_adapter_rank:
-        raise ValueError(
-            f"model.lora.rank must be <= inference.max_adapter_rank = {inference.max_adapter_rank}, got {model.lora.rank}")
+        raise ValueError(f"model.lora.rank must be <= inference.max_adapter_rank = {inference.max_adapter_rank}, got {model.lora.rank}")
 
 
 def check_parallel(train: TrainConfig, *, run: RunConfig, rollout: RolloutConfig) -> None:

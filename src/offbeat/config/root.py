@@ -111,8 +111,7 @@ class Config(LearningConfig):
     @property
     def timed_evaluate(self) -> EvaluateConfig:
         """[evaluate] with a timeout that allows for an episode."""
-        return self.evaluate.model_copy(update={
-            "timeout_s": max(self.evaluate.timeout_s, self.timed_rollout.episode_timeout_s)})
+        return self.evaluate.model_copy(update={"timeout_s": max(self.evaluate.timeout_s, self.timed_rollout.episode_timeout_s)})
 
     def evaluation_set(self, name: str) -> "Config":
         """The configuration of the evaluation set `name`: this one with the settings of [evaluate.sets.NAME]; it has no sets itself."""
@@ -141,8 +140,7 @@ class Config(LearningConfig):
         self._check_rollouts()
         self.agent.check(workflow=self.rollout.workflow, episode_timeout_s=self.rollout.episode_timeout_s)
         self._check_groups()
-        check_algorithm(
-            self.algorithm, rollout=self.rollout, critic=self.critic, teacher=self.teacher, total_steps=self.run.total_steps)
+        check_algorithm(self.algorithm, rollout=self.rollout, critic=self.critic, teacher=self.teacher, total_steps=self.run.total_steps)
         self.preference.check()
         if self.data.task and self.data.path:
             raise ValueError(f"data.task and data.path exclude each other, got {self.data.task!r} and {self.data.path!r}; give one")

@@ -52,5 +52,4 @@ def check_known(evaluation: Evaluation, metric: str) -> None:
         ConfigError: names the set's metrics.
     """
     if evaluation.own and metric.rpartition("/")[0] == evaluation.folder and metric not in evaluation.metrics():
-        raise ConfigError(
-            f"evaluate.keep_best names {metric}, which is not measured; there is {', '.join(sorted(evaluation.metrics()))}")
+        raise ConfigError(f"evaluate.keep_best names {metric}, which is not measured; there is {', '.join(sorted(evaluation.metrics()))}")

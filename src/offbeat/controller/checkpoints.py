@@ -87,9 +87,7 @@ class ModelExporter:
 class RunCheckpoints:
     """The resumable checkpoints of a run or of its warm-up, and its exports."""
 
-    def __init__(
-        self, parts: RunParts, settings: CheckpointConfig, *, kind: str = TRAINING, exporter: "Exporter | None" = None,
-    ) -> None:
+    def __init__(self, parts: RunParts, settings: CheckpointConfig, *, kind: str = TRAINING, exporter: "Exporter | None" = None) -> None:
         """`exporter` writes the model; by default the language model that is trained."""
         self._parts = parts
         self._exporter = exporter or ModelExporter(parts)

@@ -127,8 +127,7 @@ def read_inputs(config: Config, *, trains: bool = True, supervised: bool = False
     sampling = _choose_sampling(base, config)
     refused: list[str] = []
     train, heldout = open_mixed(config, base, supervised=supervised, refused=refused)
-    check_prompts(
-        config, base.tokenizer, (heldout,) if supervised else (train, heldout), context=context, trains=trains and not supervised)
+    check_prompts(config, base.tokenizer, (heldout,) if supervised else (train, heldout), context=context, trains=trains and not supervised)
     if trains and not supervised and config.teacher.path:
         _check_teacher(config, base, context=context)
     supervision = Supervision(base.tokenizer, config.data, config.sft, base.context, config.train.max_tokens_per_microbatch)
@@ -141,9 +140,7 @@ def read_inputs(config: Config, *, trains: bool = True, supervised: bool = False
     return replace(inputs, sets=sets, unusable=unusable, unwritable=unwritable_answers(base.tokenizer, train))
 
 
-def open_mixed(
-    config: Config, base: Base, *, supervised: bool, refused: list[str],
-) -> tuple[PromptDataset, PromptDataset]:
+def open_mixed(config: Config, base: Base, *, supervised: bool, refused: list[str]) -> tuple[PromptDataset, PromptDataset]:
     """Open the prompts that [data] names, or its sets as a mixture; `refused` is as in `open_datasets`.
 
     Returns:
@@ -178,8 +175,7 @@ def open_mixed(
 def row_check(config: Config, tokenizer: Tokenizer | None, *, answered: bool, taught: bool) -> Callable[[Row, str], None]:
     """Return the check of a configuration's rows; see `check_of_rows`. `taught` says whether a teacher scores answers to them."""
     teacher = config.teacher if taught and tokenizer is not None and config.algorithm.teacher == "model" else None
-    blind = blind_part(
-        choose_rewards(config), config.rollout, teacher, environment=config.agent.environment, model=config.model.path)
+    blind = blind_part(choose_rewards(config), config.rollout, teacher, environment=config.agent.environment, model=config.model.path)
     return check_of_rows(tokenizer, config.data, answered=answered, blind=blind)
 
 
@@ -248,8 +244,7 @@ def read_pair_inputs(config: Config, *, unpaired: bool = False, rewards: bool = 
             "rollout.single_rank_load must be true to train on preferences, got false; rank 0 keeps what belongs to each pair")
     base = read_base(config)
     refused: list[str] = []
-    train, heldout = open_pairs(
-        config.data, unpaired=unpaired, refused=refused, check=check_of_pairs(base.tokenizer, config.data))
+    train, heldout = open_pairs(config.data, unpaired=unpaired, refused=refused, check=check_of_pairs(base.tokenizer, config.data))
     check_system_prompt(config, base, train.row(0).row())
     tokenizer = base.tokenizer
     if rewards:
@@ -315,9 +310,7 @@ def base_ends(base: Base, *, stop: Sequence[str] = (), stop_token_ids: Sequence[
     return find_ends(base.tokenizer, model_end_ids=model_end_ids, stop=stop, stop_token_ids=stop_token_ids)
 
 
-def check_prompts(
-    config: Config, tokenizer: Tokenizer, datasets: Sequence[PromptDataset], *, context: int, trains: bool,
-) -> None:
+def check_prompts(config: Config, tokenizer: Tokenizer, datasets: Sequence[PromptDataset], *, context: int, trains: bool) -> None:
     """Refuse prompts that are too long, and limits that they, or prompts of the allowed length, would break during a run.
 
     `context` is the engines' longest sequence, in tokens; `trains` says whether rollouts must fit into micro-batches.

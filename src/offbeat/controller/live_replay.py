@@ -153,8 +153,7 @@ class LiveReplay:
         span = found.span
         if changed:
             return f"the step that made these weights was not equal: {changed}"
-        sample = await self._ask_engine(
-            span, begun=at, end=at + 1, sampling=replace(self._sampling, top_logprobs=_NUM_LIKELIEST))
+        sample = await self._ask_engine(span, begun=at, end=at + 1, sampling=replace(self._sampling, top_logprobs=_NUM_LIKELIEST))
         likeliest = dict(sample.top_logprobs[-1]) if sample.top_logprobs else {}
         return reason_of(found, was=was, now=likeliest.get(was), config=self._config)
 

@@ -104,9 +104,7 @@ def preview(config: Config, kind: TrainingKind, *, count: int) -> Preview:
         tuple(rows), dataset.num_rows, heldout.num_rows or 0, tuple(lengths), tuple(unusable), allowed, tuple(refused), unwritable)
 
 
-def _read_rows(
-    dataset: Dataset[Any], show: Callable[[Any, str], ShownRow], *, count: int,
-) -> tuple[list[ShownRow], list[int], list[str]]:
+def _read_rows(dataset: Dataset[Any], show: Callable[[Any, str], ShownRow], *, count: int) -> tuple[list[ShownRow], list[int], list[str]]:
     rows, lengths, refused = [], [], []
     for index in range(_MEASURED if dataset.num_rows is None else min(dataset.num_rows, max(_MEASURED, count))):
         try:
@@ -125,8 +123,7 @@ def _prompts(config: Config, base: Base) -> Callable[[Row, str], ShownRow]:
 
     def show(row: Row, where: str) -> ShownRow:
         tokens = render(row, base.tokenizer, config.data)
-        check_length(
-            len(tokens), config.data, name=f"of {where}", context=context, max_new_tokens=config.rollout.max_new_tokens)
+        check_length(len(tokens), config.data, name=f"of {where}", context=context, max_new_tokens=config.rollout.max_new_tokens)
         return ShownRow(where, (_text("", (np.array(tokens, np.int32), np.zeros(len(tokens), bool)), base.tokenizer),), row.answer,
                         tuple(row.extra), _pictures(config, tokens))
 

@@ -91,9 +91,7 @@ class ReferenceFile:
             file.write(save(arrays, metadata={"key": self.key}))
 
 
-async def open_reference(
-    file: ReferenceFile, rows: RowsToScore, *, chunk: int, score: Score, peers: LoopPeers, draws: bool,
-) -> Reference:
+async def open_reference(file: ReferenceFile, rows: RowsToScore, *, chunk: int, score: Score, peers: LoopPeers, draws: bool) -> Reference:
     """Read the reference of an earlier start, or compute it now; every rank calls it, before the initial weights change.
 
     Raises as `ReferenceFile.read_reference`.

@@ -57,9 +57,7 @@ def check_of_pairs(tokenizer: Tokenizer, data: DataConfig) -> Callable[[Preferen
     return check
 
 
-def blind_part(
-    rewards: Iterable[str], rollout: RolloutConfig, teacher: TeacherConfig | None, *, environment: str, model: str,
-) -> str:
+def blind_part(rewards: Iterable[str], rollout: RolloutConfig, teacher: TeacherConfig | None, *, environment: str, model: str) -> str:
     """Return which part of a run would not see images of its rows, and what to do, as the end of a sentence; empty if there is none.
 
     An `environment` is empty if none is played, and the folder of the policy, `model`, if it is made here.

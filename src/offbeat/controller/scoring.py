@@ -35,9 +35,7 @@ class ScoredBatch:
     known: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
-async def score_batch(
-    batch: Batch, parts: RunParts, config: AlgorithmConfig, *, seed: int, row_of: RowOf,
-) -> ScoredBatch:
+async def score_batch(batch: Batch, parts: RunParts, config: AlgorithmConfig, *, seed: int, row_of: RowOf) -> ScoredBatch:
     """Add what its training step reads to a batch of `make_batch`; `config` is of this step, and `seed` of random choices of tokens."""
     scores: dict[str, np.ndarray] = {}
     stats, trainers = StatsPart(), parts.trainers

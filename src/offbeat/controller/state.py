@@ -99,8 +99,7 @@ class Highlights:
 
     def reaching(self, *, staleness: int = 0, logprob_gap: float = 0.0) -> "Highlights":
         """Return these with the maxima of a step's staleness and of a publish's gap."""
-        return replace(
-            self, max_staleness=max(self.max_staleness, staleness), max_logprob_gap=max(self.max_logprob_gap, logprob_gap))
+        return replace(self, max_staleness=max(self.max_staleness, staleness), max_logprob_gap=max(self.max_logprob_gap, logprob_gap))
 
     def proving(self, proofs: Mapping[str, int]) -> "Highlights":
         """Return these with the engines' proofs of one more version, by what they are proven."""

@@ -28,8 +28,7 @@ from offbeat.disk import discard, sha256
 from offbeat.journal.history import PastStep
 from offbeat.telemetry.tracker import combine
 
-TIMES = frozenset({
-    "train/tokens_per_s_per_device", "train/mfu", "train/busy_share", "train/peak_memory_bytes", "balance/lost_s"})
+TIMES = frozenset({"train/tokens_per_s_per_device", "train/mfu", "train/busy_share", "train/peak_memory_bytes", "balance/lost_s"})
 """Metrics of the ranks that measure time or memory."""
 
 _COMPUTED = ("train/", "policy/", "reward/", "critic/", "balance/")
@@ -140,8 +139,7 @@ class Replay:
             if self._live is not None:
                 live = self._live.of_step(past.global_step)
                 await self._live.take_version(step.next_version, step=past.global_step + 1, changed=difference)
-            yield ReplayedStep(
-                past.global_step, difference, num_metrics, bool(wanted), checkpoint is not None, export is not None, live)
+            yield ReplayedStep(past.global_step, difference, num_metrics, bool(wanted), checkpoint is not None, export is not None, live)
             before = after.coefficients
 
     async def _begin(self, beginning: Beginning) -> Coefficients | None:

@@ -28,9 +28,7 @@ class StepTraining:
         self._critic = critic
         self._seed = seed
 
-    async def score(
-        self, batch: Batch, groups: Sequence[Group], step: LoopStep, algorithm: AlgorithmConfig,
-    ) -> ScoredBatch:
+    async def score(self, batch: Batch, groups: Sequence[Group], step: LoopStep, algorithm: AlgorithmConfig) -> ScoredBatch:
         """Add the scores that the algorithm needs to the batch of these groups; see `score_batch`."""
         if not algorithm.needs_scores:
             return ScoredBatch(batch)

@@ -156,8 +156,7 @@ class Contexts:
         if isinstance(row.prompt, str):
             return render(replace(row, prompt=shown(row.prompt)), self.tokenizer, self.data)
         last = max((i for i, message in enumerate(row.prompt) if message["role"] == "user"), default=len(row.prompt) - 1)
-        messages = tuple(
-            message | {"content": shown(message["content"])} if i == last else message for i, message in enumerate(row.prompt))
+        messages = tuple(message | {"content": shown(message["content"])} if i == last else message for i, message in enumerate(row.prompt))
         return render(replace(row, prompt=messages), self.tokenizer, self.data)
 
     def batch(self, batch: Batch, row_of: RowOf) -> tuple[Batch, np.ndarray]:

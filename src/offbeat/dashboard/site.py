@@ -107,8 +107,7 @@ def _overview(library: RunLibrary, http: Request) -> Any:
 
 def _one_step(library: RunLibrary, http: Request) -> Any:
     name, first = _name(http), _number_of(http, "first", int) or 0
-    return step_facts(
-        library.read(name), library.folder(name), step=_number_of(http, "step", int), first=max(first, 0), most=_GROUPS)
+    return step_facts(library.read(name), library.folder(name), step=_number_of(http, "step", int), first=max(first, 0), most=_GROUPS)
 
 
 def _timeline(library: RunLibrary, http: Request) -> Any:

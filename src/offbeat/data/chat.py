@@ -271,9 +271,7 @@ def _in_opened(
     return _Answer(asked + text[start:], len(asked), _last(places) - start + len(asked), as_written=False)
 
 
-def _after_header(
-    before: Messages, asked: str, text: str, places: Sequence[Place], tokenizer: Tokenizer, tools: Tools,
-) -> _Answer | None:
+def _after_header(before: Messages, asked: str, text: str, places: Sequence[Place], tokenizer: Tokenizer, tools: Tools) -> _Answer | None:
     """Continue the prompt where the template writes the same header before the answer, and something else before that."""
     first = places[0]
     if first.kind == "call" or first.start is None:

@@ -206,8 +206,7 @@ def open_records(
         return source, state.hexdigest()
 
     if config.heldout_split and not config.heldout_path and not has_splits(config.path):
-        raise DataError(
-            f"data.heldout_split is for hub ids and folders, but data.path is the file {config.path!r}; give data.heldout_path")
+        raise DataError(f"data.heldout_split is for hub ids and folders, but data.path is the file {config.path!r}; give data.heldout_path")
     source, rows = opened(config.path, config.split)
     whole = SourceDataset(source, parse, 0, len(source), rows)
     if not config.heldout_size:

@@ -177,8 +177,7 @@ def _in_words(messages: Messages, tools: Tools) -> list[Mapping[str, Any]]:
     if tools:
         told = _TOOLS.format(tools="\n".join(json.dumps(nested(tool), ensure_ascii=False) for tool in tools))
         first = words[0] if words and words[0]["role"] == "system" else None
-        words[: 0 if first is None else 1] = [
-            {"role": "system", "content": f"{first['content']}\n\n{told}" if first is not None else told}]
+        words[: 0 if first is None else 1] = [{"role": "system", "content": f"{first['content']}\n\n{told}" if first is not None else told}]
     return words
 
 

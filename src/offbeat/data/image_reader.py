@@ -27,8 +27,7 @@ from offbeat.data.model_folder import read_model_config
 from offbeat.errors import DataError, ModelError
 from offbeat.extras import require
 
-FAMILIES = (
-    "gemma3", "idefics3", "internvl", "llava_onevision", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm")
+FAMILIES = ("gemma3", "idefics3", "internvl", "llava_onevision", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm")
 """Model types, as in config.json, whose images can be read."""
 
 _PROMPT_TOKENS = {"gemma3": ("boi_token_index", 255_999)}

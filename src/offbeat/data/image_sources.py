@@ -170,8 +170,7 @@ def _is_image(value: Any) -> bool:
         return True
     if isinstance(value, Mapping):
         return bool(value.get("bytes") or value.get("path"))
-    return isinstance(value, str) and (value.startswith("data:image/") or (
-        value.lower().endswith(_SUFFIXES) and not _ADDRESS.match(value)))
+    return isinstance(value, str) and (value.startswith("data:image/") or (value.lower().endswith(_SUFFIXES) and not _ADDRESS.match(value)))
 
 
 def _folder_of(where: str) -> Path:

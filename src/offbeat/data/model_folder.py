@@ -12,9 +12,7 @@ from typing import Any
 from offbeat.errors import ConfigError, ModelError
 from offbeat.extras import missing_modules
 
-TOKENIZER_FILES = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*", "merges.txt",
-)
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*", "merges.txt")
 """Patterns of the files of a tokenizer."""
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 

@@ -111,8 +111,7 @@ class JudgedPairEncoder(PairEncoder):
         check_reads(preference.row(), self.tokenizer)
         if preference.images and isinstance(preference.prompt, str) and not self.tokenizer.has_chat_template:
             raise DataError("a prompt of text has images, and a reward model reads those of chats alone; set data.chat_template")
-        tokens = judged_tokens(
-            preference.prompt, answer, self.tokenizer, system_prompt=self.data.system_prompt, tools=preference.tools)
+        tokens = judged_tokens(preference.prompt, answer, self.tokenizer, system_prompt=self.data.system_prompt, tools=preference.tools)
         images = self.tokenizer.images
         return tokens if images is None else images.expand(tokens, preference.images, where=name)[0].tolist()
 

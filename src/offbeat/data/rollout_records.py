@@ -60,8 +60,7 @@ def keep_lines(groups: Sequence[Group], rows: Sequence[Row], batch: Batch, piece
 
 def keep_rejected_line(step: int, group: Group, row: Row, pieces: Pieces, *, reason: str, why: str, drawn_again: bool) -> bytes:
     """Return a line of JSON for a group that is not trained on, as it was played."""
-    return wire.encode_json(keep(
-        replace(group, rejected=reason), row, pieces, step=step, columns={}, why=why, drawn_again=drawn_again))
+    return wire.encode_json(keep(replace(group, rejected=reason), row, pieces, step=step, columns={}, why=why, drawn_again=drawn_again))
 
 
 def _is_of(batch: Batch, sequence: int, t: Trajectory) -> bool:

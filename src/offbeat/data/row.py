@@ -91,9 +91,7 @@ def parse_record(record: Mapping[str, Any], config: DataConfig, *, where: str, n
     return with_images(_parsed(record, config, where, needs_answer=needs_answer, images=found), found, images, where)
 
 
-def _parsed(
-    record: Mapping[str, Any], config: DataConfig, where: str, *, needs_answer: bool, images: list[ImageSource | None],
-) -> Row:
+def _parsed(record: Mapping[str, Any], config: DataConfig, where: str, *, needs_answer: bool, images: list[ImageSource | None]) -> Row:
     answer_field = config.answer_field or next((name for name in _ANSWERS if name in record), _ANSWERS[0])
     if config.format == "gsm8k":
         answer_field = config.answer_field or _ANSWERS[0]

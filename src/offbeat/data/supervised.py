@@ -126,9 +126,7 @@ class Supervision:
         return bool(is_short or self.sequences(row, name=name))
 
 
-def draw_kept(
-    stream: PromptStream[R], count: int, encode: Callable[[R, str], list[T]], *, limit: str,
-) -> list[tuple[int, list[T]]]:
+def draw_kept(stream: PromptStream[R], count: int, encode: Callable[[R, str], list[T]], *, limit: str) -> list[tuple[int, list[T]]]:
     """Draw rows until `count` of them are not dropped; returns the index in the dataset of each, and its sequences from `encode`.
 
     Raises DataError if far too many are dropped.

@@ -34,8 +34,7 @@ def render_template(template: str, variables: Mapping[str, Any], messages: Messa
     return text
 
 
-def render_marked(
-    template: str, variables: Mapping[str, Any], messages: Messages, tools: Tools) -> tuple[str, list[tuple[int, int]]]:
+def render_marked(template: str, variables: Mapping[str, Any], messages: Messages, tools: Tools) -> tuple[str, list[tuple[int, int]]]:
     """Render a chat, and return the ranges of characters between the template's marks of generation as well, e.g. [(12, 40)]."""
     rendered: Any = render_jinja_template(
         [[dict(message) for message in messages]], tools=[dict(tool) for tool in tools] or None, chat_template=template,

@@ -147,8 +147,7 @@ class Tokenizer:
         """
         if not self.anchor:
             return self.decode(ids, skip_special_tokens=skip_special_tokens)
-        before, text = (
-            self.decode(all_ids, skip_special_tokens=skip_special_tokens) for all_ids in (self.anchor, [*self.anchor, *ids]))
+        before, text = (self.decode(all_ids, skip_special_tokens=skip_special_tokens) for all_ids in (self.anchor, [*self.anchor, *ids]))
         return text[len(before):]
 
     @cached_property
@@ -260,8 +259,7 @@ class Tokenizer:
         """Return the token ids of a chat, up to the assistant's answer. Arguments and errors as of `chat_text`."""
         return self.encode(self.chat_text(messages, tools=tools))
 
-    def chat_text(
-        self, messages: Messages, *, tools: Tools | None = None, to_answer: bool = True, in_words: bool = False) -> str:
+    def chat_text(self, messages: Messages, *, tools: Tools | None = None, to_answer: bool = True, in_words: bool = False) -> str:
         """Render a chat with the template, in a form that it writes in full (see `data.forms`).
 
         Args:

@@ -114,5 +114,4 @@ def _why(tokenizer: Tokenizer, unknown: str) -> str:
             f"is unknown to the tokenizer {tokenizer.name!r}, which reads {tokenizer.hf.unk_token} in its place; leave it out, or use a"
             " model whose tokenizer knows it (model.path)")
     remedy = "use lower case" if unknown.lower() in alphabet else "leave it out"
-    return (
-        f"is not in the alphabet of the tiny model: {describe_alphabet(alphabet)}; {remedy}, or use a pretrained model (model.path)")
+    return (f"is not in the alphabet of the tiny model: {describe_alphabet(alphabet)}; {remedy}, or use a pretrained model (model.path)")

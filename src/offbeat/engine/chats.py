@@ -38,9 +38,7 @@ from offbeat.listening import decode_body
 class Chats:
     """Answers chats with an engine."""
 
-    def __init__(
-        self, engine: EmbeddedEngine, submissions: Submissions, models: ServedModels, *, image_files: Path | None = None,
-    ) -> None:
+    def __init__(self, engine: EmbeddedEngine, submissions: Submissions, models: ServedModels, *, image_files: Path | None = None) -> None:
         """`image_files` is the folder that paths of images may lead to; None refuses paths."""
         self._engine = engine
         self._completions, self._responses = Completions(image_files=image_files), Responses(image_files=image_files)

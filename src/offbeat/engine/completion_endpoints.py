@@ -60,8 +60,7 @@ class CompletionEndpoints:
         answer = Answer(
             name, form, body, tokenizer=self._tokenizer, model=adapter or self._models.own_name, prompt_len=sum(map(len, prompts)),
             prompts=[Prompt(*prompt) for prompt in zip(prompts, body.prompts, scores, strict=True)])
-        outputs = (
-            self._submissions.outputs(http, *requests) if generates else _empty_samples(len(prompts) * body.n, ended or "length"))
+        outputs = (self._submissions.outputs(http, *requests) if generates else _empty_samples(len(prompts) * body.n, ended or "length"))
         if body.stream:
             return await streaming(answer, outputs)
         made = [output async for output in outputs]

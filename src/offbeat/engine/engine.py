@@ -65,8 +65,7 @@ class EmbeddedEngine:
         self.tokenizer = tokenizer
         self.grammars = Grammars(tokenizer)
         cache_bytes = options.max_cache_bytes or default_cache_bytes(forward.device, num_engines=options.num_engines)
-        self._prefixes = PrefixCache(
-            forward.cache_shape, device=forward.device, max_bytes=cache_bytes if options.prefix_caching else 0)
+        self._prefixes = PrefixCache(forward.cache_shape, device=forward.device, max_bytes=cache_bytes if options.prefix_caching else 0)
         self._cache = SlotCache(
             forward.cache_shape, device=forward.device, max_slots=options.max_running, max_positions=self.max_context,
             max_bytes=cache_bytes, beside=self._prefixes,

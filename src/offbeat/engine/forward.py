@@ -71,9 +71,7 @@ class Forward(Protocol):
         """
         ...
 
-    def decode(
-        self, tokens: Tensor, step: DecodeStep, *, lora: AdapterRows | None = None, shifts: np.ndarray | None = None,
-    ) -> Tensor:
+    def decode(self, tokens: Tensor, step: DecodeStep, *, lora: AdapterRows | None = None, shifts: np.ndarray | None = None) -> Tensor:
         """Run one token per slot, [B] int64, and store its keys and values; returns the logits after it, [B, V].
 
         `shifts` are [B] int64 of `shift_of`; None where there are no images.

@@ -100,8 +100,7 @@ class DirectForward:
         self.vocab_size = config.vocab_size
         self.max_positions = config.max_position_embeddings
         self.max_score_tokens = 1 << 20  # their logits are computed in blocks
-        self.cache_shape = CacheShape(
-            self.num_layers, self.num_kv_heads, self.head_dim, dtype, for_bags=self._attention.for_bags)
+        self.cache_shape = CacheShape(self.num_layers, self.num_kv_heads, self.head_dim, dtype, for_bags=self._attention.for_bags)
         self.lora_groups: Groups = {name: group for i in range(self.num_layers) for name, group in self._layer_groups(i).items()}
         self._scale = self.head_dim**-0.5
         self._frequencies, self._rotary_scale = _rotary_frequencies(config, self.head_dim)

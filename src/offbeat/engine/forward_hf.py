@@ -196,9 +196,7 @@ class HFForward:
                 step.see(seen)
         return self._run(inputs, Windows(step), keep=step.last[:, None], lora=lora)[:, 0]
 
-    def decode(
-        self, tokens: Tensor, step: DecodeStep, *, lora: AdapterRows | None = None, shifts: np.ndarray | None = None,
-    ) -> Tensor:
+    def decode(self, tokens: Tensor, step: DecodeStep, *, lora: AdapterRows | None = None, shifts: np.ndarray | None = None) -> Tensor:
         positions = step.positions[:, None]
         if shifts is not None and shifts.any():
             positions = positions + upload(shifts, self.device)[:, None]
@@ -212,8 +210,7 @@ class HFForward:
             step = ScoreStep(upload(seen, self.device)) if self.sees_whole else step
         return [self._run(inputs, step, keep=0, lora=lora).flatten(0, 1)]
 
-    def _with_images(
-        self, tokens: Tensor, sequences: Sequence[np.ndarray], starts: Sequence[int]) -> tuple[dict[str, Any], np.ndarray]:
+    def _with_images(self, tokens: Tensor, sequences: Sequence[np.ndarray], starts: Sequence[int]) -> tuple[dict[str, Any], np.ndarray]:
         """Return the inputs of sequences [K] with images, of which those from `starts` on are the new tokens [N, L] int64.
 
         Beside them, the last position to which each token attends if an image's placeholders attend to all of it, [N, L] int64.
@@ -308,9 +305,7 @@ class _ServedExperts:
         return output
 
 
-def _find_cache_shape(
-    model: PreTrainedModel, recorder: RouteRecorder | None, *, dtype: torch.dtype, device: torch.device,
-) -> CacheShape:
+def _find_cache_shape(model: PreTrainedModel, recorder: RouteRecorder | None, *, dtype: torch.dtype, device: torch.device) -> CacheShape:
     """Find the shape of the keys and values that the layers store for a token, and of its routes, by running one token.
 
     Raises ModelError if a layer is no attention that the slot cache can hold.

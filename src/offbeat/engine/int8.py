@@ -209,8 +209,7 @@ def find_kernel() -> Kernel:
             reasons.append(f"{kernel.__name__} computes wrong sums")
         except (RuntimeError, NotImplementedError, AttributeError) as exc:
             reasons.append(f"{kernel.__name__}: {str(exc).splitlines()[0]}")
-    raise ModelError(
-        f"this machine or its torch multiplies no int8 matrices ({'; '.join(reasons)}); use inference.quantization = \"none\"")
+    raise ModelError(f"this machine or its torch multiplies no int8 matrices ({'; '.join(reasons)}); use inference.quantization = \"none\"")
 
 
 def is_exact(kernel: Kernel) -> bool:

@@ -57,8 +57,7 @@ class Wanted:
         """Collect the requests of the jobs; `tokens` [N, L] int64 are their tokens, padded."""
         length = tokens.shape[1]
         top_rows = [n * length + np.arange(len(job.tokens) - 1) for n, job in enumerate(jobs) if job.top_k]
-        targets = [
-            (n * length + i, token) for n, job in enumerate(jobs) for i, ids in enumerate((job.targets or [])[1:]) for token in ids]
+        targets = [(n * length + i, token) for n, job in enumerate(jobs) for i, ids in enumerate((job.targets or [])[1:]) for token in ids]
         rows, ids = np.array(targets, np.int64).reshape(-1, 2).T
         drawn = [(n, job, np.arange(len(job.tokens) - 1)) for n, job in enumerate(jobs) if job.draws]
         uniforms_DK = np.zeros((sum(len(places) for _, _, places in drawn), max(job.draws for job in jobs)))
@@ -251,8 +250,7 @@ def _result(job: ScoreJob, n: int, version: Version, wanted: Wanted, found: Foun
     if not np.isfinite(own).all():
         weights = f"adapter {job.adapter}" if job.adapter else f"version {version}"
         return EngineError(f"the logits of {weights} are not finite: its weights have diverged or are damaged")
-    top, targets, draws = (
-        slice(*np.searchsorted(rows, (first, last))) for rows in (wanted.top_rows, wanted.target_rows, wanted.draw_rows))
+    top, targets, draws = (slice(*np.searchsorted(rows, (first, last))) for rows in (wanted.top_rows, wanted.target_rows, wanted.draw_rows))
     logprobs = iter(found.targets[targets].tolist())
     return Scored(
         version, own.tolist(), _pairs(found.top_ids[top, : job.top_k], found.top[top, : job.top_k]) if job.top_k else None,

@@ -62,6 +62,5 @@ class ServedModels:
     def _entries(self) -> dict[str, dict[str, Any]]:
         """Fields of each model's entry besides its name: the model itself first, then the loaded adapters."""
         size = {"max_model_len": self._engine.max_context}
-        adapters = {
-            name: {**size, "parent": self.own_name, "root": folder} for name, folder in self._engine.adapters.folders.items()}
+        adapters = {name: {**size, "parent": self.own_name, "root": folder} for name, folder in self._engine.adapters.folders.items()}
         return {self.own_name: size, **adapters}

@@ -227,5 +227,4 @@ def read_completion(data: bytes, *, surface: Surface = "engine") -> CompletionBo
     except RefusedError as exc:
         if not exc.param.startswith("prompt"):
             raise
-        raise RefusedError(
-            f"{exc}; prompt takes a string, a list of token ids, or a list of such prompts", param=exc.param) from exc
+        raise RefusedError(f"{exc}; prompt takes a string, a list of token ids, or a list of such prompts", param=exc.param) from exc

@@ -155,8 +155,7 @@ class EvaluatedSet:
     @cached_property
     def rewards(self) -> np.ndarray:
         """Mean reward of the answers to each prompt, [P] float."""
-        return np.array([
-            sum(sample.reward or 0.0 for sample in prompt.samples) / self.num_samples for prompt in self.prompts], float)
+        return np.array([sum(sample.reward or 0.0 for sample in prompt.samples) / self.num_samples for prompt in self.prompts], float)
 
 
 def check_answered(played: EvaluatedSet) -> EvaluatedSet:
@@ -186,8 +185,7 @@ def _sample(chains: Sequence[Trajectory], tokenizer: "Tokenizer") -> EvaluatedSa
     parts = parts_of(chains)
     named = {name: value for part in parts for name, value in part.chains[0].named_rewards.items()} if len(parts) == 1 else {}
     agents = {part.agent: part.reward for part in parts}
-    return EvaluatedSample(
-        text, episode_reward(chains), chains[-1].reason, num_tokens, named, {} if list(agents) == [""] else agents, kept)
+    return EvaluatedSample(text, episode_reward(chains), chains[-1].reason, num_tokens, named, {} if list(agents) == [""] else agents, kept)
 
 
 def _turns(trajectory: Trajectory, tokenizer: "Tokenizer") -> list[EpisodeTurn]:

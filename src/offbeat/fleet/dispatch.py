@@ -80,9 +80,7 @@ class Dispatcher:
             _Scoring(tokens, top_k, targets, draws, self._request_timeout_s), session=session, adapter=adapter, max_failures=max_failures)
         return score
 
-    async def _route(
-        self, request: "_Request[T]", *, session: str, adapter: str, max_failures: int | None,
-    ) -> tuple[T, int]:
+    async def _route(self, request: "_Request[T]", *, session: str, adapter: str, max_failures: int | None) -> tuple[T, int]:
         """Return an engine's answer, and the number of failures before it."""
         failed = Failures(limit=max_failures or _TRIES_PER_ENGINE * len(self.pool.members))
         give_up_s = time.monotonic() + self._request_timeout_s

@@ -96,8 +96,7 @@ async def open_fleet(
     pool = await open_pool(stack, addresses, config, record, model=model, engines=engines)
     if addresses.owner:
         stack.push_async_callback(_leave, pool, addresses.owner, timeout_s=config.inference.probe_timeout_s)
-    judge = ProofJudge.of(
-        config.weights.proof_tolerance, config.canary_dtype, config.inference.quantization, config.model.quantization)
+    judge = ProofJudge.of(config.weights.proof_tolerance, config.canary_dtype, config.inference.quantization, config.model.quantization)
     adapters = await stack.enter_async_context(AdapterCache(
         pool, capacity=config.inference.max_adapters, judge=judge, timeout_s=config.weights.stage_timeout_s,
         keep=config.weights.keep))
@@ -139,8 +138,7 @@ def make_pool(
 
 def make_dispatcher(pool: EnginePool, inference: InferenceConfig, *, adapters: AdapterCache | None = None) -> Dispatcher:
     """Make a dispatcher for the engines of a pool with the timeouts of [inference]."""
-    return Dispatcher(
-        pool, request_timeout_s=inference.request_timeout_s, token_timeout_s=inference.token_timeout_s, adapters=adapters)
+    return Dispatcher(pool, request_timeout_s=inference.request_timeout_s, token_timeout_s=inference.token_timeout_s, adapters=adapters)
 
 
 async def _leave(pool: EnginePool, owner: str, *, timeout_s: float) -> None:

@@ -86,8 +86,7 @@ class Fanouts(ABC):
     def fan_out(self, written: WrittenVersion, on_served: OnServed) -> None:
         """Begin to bring a version to the engines; `on_served` is called in the order of versions."""
         before = self._tasks[-1] if self._tasks else None
-        task = asyncio.create_task(
-            self._arrive(written, before, on_served), name=f"fan-out of version {written.manifest.version}")
+        task = asyncio.create_task(self._arrive(written, before, on_served), name=f"fan-out of version {written.manifest.version}")
         task.add_done_callback(self._note_failure)
         self._tasks.append(task)
 

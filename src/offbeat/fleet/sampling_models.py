@@ -44,8 +44,7 @@ class SamplingModel:
 
     async def sample(self, adapter: str, prompt: tuple[int, ...], sampling: Sampling, n: int, session: str) -> list[Sample]:
         """Generate n continuations with an adapter, or with the model itself for ""; see `Dispatcher.generate`."""
-        return await self.dispatcher.generate(
-            prompt, sampling, n=n, session=session, adapter=adapter, max_failures=self.max_failures)
+        return await self.dispatcher.generate(prompt, sampling, n=n, session=session, adapter=adapter, max_failures=self.max_failures)
 
     async def score(
         self, adapter: str, tokens: tuple[int, ...], top_k: int, targets: tuple[tuple[int, ...], ...] | None,
@@ -64,15 +63,12 @@ async def open_sampling_models(config: Config, record: RunRecord) -> AsyncIterat
         ConfigError: an engine is not ready, or does not report the length of its context.
     """
     async with EngineSession() as http:
-        opened = await gather_all(
-            _open(config, name, urls, http, record) for name, urls in config.serve.sampling_urls.items())
+        opened = await gather_all(_open(config, name, urls, http, record) for name, urls in config.serve.sampling_urls.items())
         async with beside(*(healer.run() for _, healer in opened)):
             yield {model.name: model for model, _ in opened}
 
 
-async def _open(
-    config: Config, name: str, urls: Sequence[str], http: EngineSession, record: RunRecord,
-) -> tuple[SamplingModel, Healer]:
+async def _open(config: Config, name: str, urls: Sequence[str], http: EngineSession, record: RunRecord) -> tuple[SamplingModel, Healer]:
     settings, key = config.inference, os.environ.get("OFFBEAT_API_KEY", "")
     clients = [
         EngineClient(f"{name} {index}", url, http.session, dialect=MAKERS[config.serve.sampling_engine].reader(), api_key=key)
@@ -81,8 +77,7 @@ async def _open(
     async def version_of(client: EngineClient) -> Version:
         return (await client.prove(_ANY_TOKENS, timeout_s=settings.request_timeout_s)).version
 
-    pool = make_pool(
-        clients, record, probe_timeout_s=settings.probe_timeout_s, heal_timeout_s=min(_PATIENCE_S, settings.heal_timeout_s))
+    pool = make_pool(clients, record, probe_timeout_s=settings.probe_timeout_s, heal_timeout_s=min(_PATIENCE_S, settings.heal_timeout_s))
     contexts = []
     for client in clients:
         try:

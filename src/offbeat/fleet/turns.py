@@ -38,9 +38,7 @@ class EngineProcesses(Protocol):
 class EngineTurns:
     """Puts the engines of a pool to sleep and has them go on. Implements `controller.parts.DeviceTurns`."""
 
-    def __init__(
-        self, pool: EnginePool, record: RunRecord, *, engines: EngineProcesses, keep_weights: bool, timeout_s: float,
-    ) -> None:
+    def __init__(self, pool: EnginePool, record: RunRecord, *, engines: EngineProcesses, keep_weights: bool, timeout_s: float) -> None:
         """Begin with the engines' turn. Engines that do not `keep_weights` drop them, as they need others when they go on. `timeout_s` is
         for an engine to fall asleep, or to bring its weights back.
         """

@@ -76,9 +76,7 @@ class EngineClient:
         async with self._asking("check", timeout_s):
             await self._dialect.check(self)
 
-    async def generate(
-        self, prompt: tuple[int, ...], sampling: Sampling, *, n: int, timeout_s: float, adapter: str = "",
-    ) -> list[Sample]:
+    async def generate(self, prompt: tuple[int, ...], sampling: Sampling, *, n: int, timeout_s: float, adapter: str = "") -> list[Sample]:
         """Generate n continuations of `prompt` with the adapter of that name, or with the base model if `adapter` is empty.
 
         Raises:

@@ -90,8 +90,7 @@ class Hearing:
 
     def request(self, *samples: KnownSample, version: Version | None) -> "Hearing":
         """Return the hearing of a request for some of the samples; for one that has begun, it goes on from its tokens."""
-        return Hearing(
-            self.every_s, list(samples), secrets.token_hex(8), len(samples[0].tokens), version, listener=self.listener)
+        return Hearing(self.every_s, list(samples), secrets.token_hex(8), len(samples[0].tokens), version, listener=self.listener)
 
     def looked(self) -> None:
         """Tell that the samples are as the last look has found them."""

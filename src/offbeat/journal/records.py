@@ -213,8 +213,7 @@ _COMPRESSOR = zstandard.ZstdCompressor(level=1)
 def pack(group: Group) -> bytes:
     """Return a group with all its trajectories as bytes, compressed. Not to be called by several threads."""
     own = group.trajectories
-    columns = tuple(
-        np.concatenate([np.zeros(0, dtype), *(getattr(t, name) for t in own)], dtype=dtype) for name, dtype in DTYPES.items())
+    columns = tuple(np.concatenate([np.zeros(0, dtype), *(getattr(t, name) for t in own)], dtype=dtype) for name, dtype in DTYPES.items())
     rest = tuple(
         _Rest(len(t), t.reward, t.reason, t.num_retries, t.named_rewards, t.episode, t.agent, t.turns, t.malformed_calls,
               b"" if t.routes is None else pack_routes(t.routes), b"" if t.supports is None else pack_supports(t.supports)) for t in own)

@@ -61,13 +61,9 @@ def target_losses(
     return TargetLosses(losses)
 
 
-def _one_loss(
-    logprobs: Tensor, batch: Batch, index: np.ndarray, loss: LossSpec, entropy: Tensor | None, *, report: bool,
-) -> TargetLosses:
+def _one_loss(logprobs: Tensor, batch: Batch, index: np.ndarray, loss: LossSpec, entropy: Tensor | None, *, report: bool) -> TargetLosses:
     reads = reads_of(loss) + (("prox_logprobs",) if loss.own_samples else ())
-    columns = {
-        name: upload(batch.columns[name][index], logprobs.device)
-        for name in ("loss_weights", *reads) if name in batch.columns}
+    columns = {name: upload(batch.columns[name][index], logprobs.device) for name in ("loss_weights", *reads) if name in batch.columns}
     targets = _targets(logprobs, batch, index, loss, columns)
     is_loss, ref_logprobs = columns["loss_weights"] != 0, columns.get("ref_logprobs")
     weights = constant_weights(targets, loss, m2_mask=columns.get("m2_mask"))

@@ -106,6 +106,5 @@ def reward_report(targets: Targets) -> Report:
         "reward_model/reward_mean": ((found.chosen + found.rejected) / 2, everywhere)})
 
 
-REPORTS: Mapping[str, Callable[[Targets], Report]] = MappingProxyType({
-    "value": value_report, "bradley_terry": reward_report})
+REPORTS: Mapping[str, Callable[[Targets], Report]] = MappingProxyType({"value": value_report, "bradley_terry": reward_report})
 """Metrics of losses that are not over samples of a policy, by the name of the objective."""

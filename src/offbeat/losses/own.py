@@ -78,9 +78,7 @@ class TokenLosses:
 OwnObjective = Callable[[LossTokens, dict[str, Any]], TokenLosses]
 
 
-def own_losses(
-    name: str, targets: Targets, trained: Tensor, *, ref_logprobs: Tensor | None, entropy: Tensor | None,
-) -> TokenLosses:
+def own_losses(name: str, targets: Targets, trained: Tensor, *, ref_logprobs: Tensor | None, entropy: Tensor | None) -> TokenLosses:
     """Compute the losses and metrics of M targets with a function of the user's own; those that are not `trained` [M] bool have 0.
 
     The name is "path/to/file.py:function" or "module:function"; `ref_logprobs` and `entropy` are [M] float32 if the loss reads them.

@@ -119,5 +119,4 @@ def _example(loss: LossSpec) -> Batch:
 
 def _with_junk(batch: Batch, counts: np.ndarray) -> Batch:
     junk = np.resize(np.array([np.nan, -np.inf, np.inf, 1e30], np.float32), len(counts))
-    return batch.with_columns(**{
-        name: np.where(counts, values, junk) for name, values in batch.columns.items() if name != "loss_weights"})
+    return batch.with_columns(**{name: np.where(counts, values, junk) for name, values in batch.columns.items() if name != "loss_weights"})

@@ -213,8 +213,7 @@ def packed_attention(
     if varlen is not None and serves(query, key, value, dropout=dropout, plain=softcap is None and sinks is None):
         output = varlen_attention(query, key, value, varlen.calls(sliding_window), scale=scaling)
     else:
-        output = _by_buckets(
-            query, key, value, attention_plan, window=sliding_window, form=ScoreForm(scaling, softcap, sinks, dropout))
+        output = _by_buckets(query, key, value, attention_plan, window=sliding_window, form=ScoreForm(scaling, softcap, sinks, dropout))
     return (output if context is None else context.to_tokens(output)).unsqueeze(0), None
 
 
@@ -253,9 +252,7 @@ class ScoreForm:
         return self.softcap is None and self.sinks is None
 
 
-def explicit_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, form: ScoreForm,
-) -> Tensor:
+def explicit_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, form: ScoreForm) -> Tensor:
     """Compute attention with softcap or sinks, which `scaled_dot_product_attention` lacks; holds all scores [N, H, Lq, Lk] in memory.
 
     Args:
@@ -296,9 +293,7 @@ def _by_buckets(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, 
     return _gather(outputs[0] if len(outputs) == 1 else torch.cat(outputs), plan.restore)
 
 
-def _attend(
-    bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, form: ScoreForm,
-) -> Tensor:
+def _attend(bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, form: ScoreForm) -> Tensor:
     """Attend within a bucket: queries [N * Lq, H, D], keys and values [N * Lk, Hkv, D] to [N * Lq, H, D]."""
     q, k, v = (x.reshape(bucket.n, -1, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
     if not form.is_plain:
@@ -308,9 +303,7 @@ def _attend(
     return output.transpose(1, 2).reshape(len(query), *output.shape[1::2])
 
 
-def fused_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float | None, dropout: float = 0.0,
-) -> Tensor:
+def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float | None, dropout: float = 0.0) -> Tensor:
     """Compute `explicit_attention`, without softcap and sinks, by a kernel that holds no scores in memory.
 
     On CUDA one takes fewer heads of keys than of queries only in half precision and without a mask; otherwise torch would take no kernel at
@@ -362,8 +355,7 @@ class _Padding:
         self.count, self.total, self.longest = self.count + 1, self.total + length, max(self.longest, length)
 
 
-def _prefix_mask(
-    prefix_lengths: np.ndarray, num_queries: int, window: int | None = None, *, seen: np.ndarray | None = None) -> np.ndarray:
+def _prefix_mask(prefix_lengths: np.ndarray, num_queries: int, window: int | None = None, *, seen: np.ndarray | None = None) -> np.ndarray:
     """Return [N, 1, Lq, width + Lq] bool: attention to a prefix and up to a position `seen` [N, Lq], or causal; or to the last `window`
     tokens of these. N is 1 for equally long prefixes where none is given.
     """

@@ -33,9 +33,7 @@ def published_names(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict
     converters, renamings = _by_kind(reversed_transforms)
     if not reversed_transforms:
         return dict(state)
-    return {
-        apply_renamings(name, renamings): tensor for name, tensor in _converted(model, state.items(), converters, renamings=[])
-    }
+    return {apply_renamings(name, renamings): tensor for name, tensor in _converted(model, state.items(), converters, renamings=[])}
 
 
 def published_together(model: PreTrainedModel, names: Iterable[str]) -> list[list[str]]:

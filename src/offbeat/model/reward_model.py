@@ -89,8 +89,7 @@ class Classifier:
 
     def settings(self, *, padding: int) -> dict[str, Any]:
         """Return the settings of its config.json that differ from the language model's."""
-        return {
-            "architectures": [self._class.__name__], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "pad_token_id": padding}
+        return {"architectures": [self._class.__name__], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "pad_token_id": padding}
 
     def weights(self, body: Mapping[str, Tensor], head: Tensor) -> dict[str, Tensor]:
         """Return its weights by name: the published ones of the language model without its head, and the head [1, H]."""

@@ -58,8 +58,7 @@ def settle_rows(model: PreTrainedModel, *, share_prefix: bool, computes: torch.d
     except RAW_ERRORS as exc:
         raise ModelError(f"{type(model).__name__} cannot run on a row of tokens: {first_line(exc)}; use another model") from exc
     if obstacle and share_prefix:
-        raise ModelError(
-            f"{type(model).__name__} {obstacle}, so that each sequence must run by itself; set train.share_prefix to false")
+        raise ModelError(f"{type(model).__name__} {obstacle}, so that each sequence must run by itself; set train.share_prefix to false")
     if obstacle and _gives_values(model):
         raise WholeOnlyError(obstacle)
     check_rows(model, probe(model, share_prefix=share_prefix), expected, computes=computes)

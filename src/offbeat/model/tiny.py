@@ -9,9 +9,7 @@ from offbeat.config.model import TinyConfig
 from offbeat.model.hf_io import write_safetensors
 
 
-def build_tiny(
-    folder: str | Path, *, tiny: TinyConfig, vocab_size: int, eos_token_id: int, pad_token_id: int | None, seed: int
-) -> None:
+def build_tiny(folder: str | Path, *, tiny: TinyConfig, vocab_size: int, eos_token_id: int, pad_token_id: int | None, seed: int) -> None:
     """Write config.json, generation_config.json and model.safetensors into a folder, which may already hold a tokenizer.
 
     Embeddings are tied and weights are float32; the embedding of the padding token, if there is one, stays zero and untrained. Equal seeds

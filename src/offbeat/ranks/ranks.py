@@ -58,9 +58,7 @@ class Ranks(Protocol):
         """
         ...
 
-    async def spread(
-        self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int, ahead: bool = False,
-    ) -> list[TrainStep]:
+    async def spread(self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int, ahead: bool = False) -> list[TrainStep]:
         """Return the shares of a training step for the ranks that this process calls, from its own batch; see `Sharder.shards`."""
         ...
 
@@ -103,8 +101,7 @@ class WorkerRanks:
         """Start all ranks and wait until they have met and loaded the model; arguments as for `start_ranks`."""
         start = partial(start_ranks, launcher, config, model=model, log_dir=log_dir, trains=trains)
         workers = await start(build=build, may_load=may_load)
-        return cls(
-            workers, config, sharder=Sharder.of(config, model=model, num_ranks=len(workers)), start_anew=partial(start, build=None))
+        return cls(workers, config, sharder=Sharder.of(config, model=model, num_ranks=len(workers)), start_anew=partial(start, build=None))
 
     @property
     def num_called(self) -> int:
@@ -152,17 +149,14 @@ class WorkerRanks:
                 raise WorkerError(f"{method} was not begun: the train ranks have failed before, and have to be restarted")
             try:
                 async with self._transfer.around(self._workers, method, requests, timeout_s=timeout_s) as placed:
-                    answers = await ask_all(
-                        self._workers, method, placed, reply, timeout_s=timeout_s + patience_s, patience_s=patience_s)
+                    answers = await ask_all(self._workers, method, placed, reply, timeout_s=timeout_s + patience_s, patience_s=patience_s)
                 return self._transfer.answers(requests, answers)
             except RunError as exc:
                 # A single rank is always in step, unless it is still busy with a call that nobody waits for any more.
                 self._failed = len(self._workers) > 1 or isinstance(exc, DeadlineError)
                 raise
 
-    async def spread(
-        self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int, ahead: bool = False,
-    ) -> list[TrainStep]:
+    async def spread(self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int, ahead: bool = False) -> list[TrainStep]:
         return await asyncio.to_thread(self.sharder.shards, batch, params, num_minibatches=num_minibatches, seed=seed, ahead=ahead)
 
     async def score(self, method: str, batch: Batch, *, of: Policy, with_entropy: bool, timeout_s: float) -> list[ScoredShare]:

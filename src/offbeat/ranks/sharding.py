@@ -67,9 +67,7 @@ class Sharder:
         """
         self._given = cost
 
-    def shards(
-        self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int, ahead: bool = False,
-    ) -> list[TrainStep]:
+    def shards(self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int, ahead: bool = False) -> list[TrainStep]:
         """Return every rank's share, cut into micro-batches within the token budget, equally many on every rank.
 
         Args:

@@ -235,8 +235,7 @@ class Trainers:
     async def _spread(self, batch: Batch, step: int, *, num_minibatches: int, ahead: bool = False) -> list[TrainStep]:
         params = adam_params(step, config=self._optimizer, total_steps=self._total_steps)
         async with self._spreading:
-            return await self._ranks.spread(
-                batch, params, num_minibatches=num_minibatches, seed=self._config.run.seed + step, ahead=ahead)
+            return await self._ranks.spread(batch, params, num_minibatches=num_minibatches, seed=self._config.run.seed + step, ahead=ahead)
 
     async def _pass(self, method: str, batch: Batch) -> Scores:
         shares = self._shares(batch.lengths)

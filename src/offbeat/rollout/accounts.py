@@ -105,10 +105,7 @@ class Account:
 class Accounts:
     """The accounts and the measurements of all episodes between two steps; `measures` adds up measurements of programs."""
 
-    def __init__(
-        self, on_span: OnSpan | None = None, *, tell: Tell = lambda _text: None,
-        now_s: Clock = time.monotonic,
-    ) -> None:
+    def __init__(self, on_span: OnSpan | None = None, *, tell: Tell = lambda _text: None, now_s: Clock = time.monotonic) -> None:
         """Without `on_span`, nothing is drawn; `tell` is called once if a measurement is left out."""
         self.measures = Measures(tell)
         self._on_span, self._now_s = on_span, now_s
@@ -142,8 +139,7 @@ class Accounts:
     def _draw(self, account: Account, track: str, prompt_id: str, wall_s: float) -> None:
         assert self._on_span is not None, "only then there are tracks"
         for each in account.stretches:
-            self._on_span(
-                each.doing, track, wall_s + each.start_s, wall_s + each.end_s, {"prompt": prompt_id, "call": each.call})
+            self._on_span(each.doing, track, wall_s + each.start_s, wall_s + each.end_s, {"prompt": prompt_id, "call": each.call})
 
 
 @dataclass

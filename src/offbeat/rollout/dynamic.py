@@ -17,9 +17,7 @@ from offbeat.types import Tell
 class DynamicSampling:
     """Rejects groups of equal rewards up to the bound, and counts; a checkpoint records `num_rejected` for the batch being filled."""
 
-    def __init__(
-        self, config: AlgorithmConfig, *, batch_size: int, num_rejected: int = 0, warn: Tell = lambda _text: None,
-    ) -> None:
+    def __init__(self, config: AlgorithmConfig, *, batch_size: int, num_rejected: int = 0, warn: Tell = lambda _text: None) -> None:
         """`warn` is called once, when the bound is first reached."""
         self._config = config
         self._warn = warn

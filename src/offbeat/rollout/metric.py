@@ -20,9 +20,7 @@ from offbeat.user_code.pool import CodePool, CodeRole
 class Metric:
     """One metric of the user's own."""
 
-    def __init__(
-        self, dotted: str, *, timeout_s: float, log_dir: Path | None, memory_bytes: int = 0, allowed: Iterable[str] = (),
-    ) -> None:
+    def __init__(self, dotted: str, *, timeout_s: float, log_dir: Path | None, memory_bytes: int = 0, allowed: Iterable[str] = ()) -> None:
         """Prepare it; nothing is started.
 
         Args:

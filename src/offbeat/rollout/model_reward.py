@@ -62,8 +62,7 @@ class ModelReward(Rewards):
 
     async def __aenter__(self) -> Self:
         await gather_all(self._start(index) for index in range(len(self._specs)))
-        self._serving = [
-            asyncio.create_task(self._serve(index), name=f"serve {spec.name}") for index, spec in enumerate(self._specs)]
+        self._serving = [asyncio.create_task(self._serve(index), name=f"serve {spec.name}") for index, spec in enumerate(self._specs)]
         return self
 
     async def __aexit__(self, *exc: object) -> None:

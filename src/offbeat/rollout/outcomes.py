@@ -12,8 +12,7 @@ from offbeat.raised import describe_at
 from offbeat.telemetry.tracker import StatsPart
 from offbeat.types import Version
 
-Kind = Literal[
-    "reward failed", "too long", "timed out", "engine failed", "code failed", "prompt refused", "not accepted", "equal rewards"]
+Kind = Literal["reward failed", "too long", "timed out", "engine failed", "code failed", "prompt refused", "not accepted", "equal rewards"]
 KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind != "equal rewards")
 """Kinds with a metric of their own; `DynamicSampling` counts groups of equal rewards."""
 

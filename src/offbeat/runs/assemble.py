@@ -125,8 +125,7 @@ async def open_policy(
         initial=inputs.model if _have_loaded(fleet, config) else "")
     turns, on_written = NoTurns(), wake_nobody
     if config.cluster.take_turns:
-        turns = EngineTurns(
-            pool, fleet.record, engines=fleet.engines, keep_weights=lora, timeout_s=config.weights.switch_timeout_s)
+        turns = EngineTurns(pool, fleet.record, engines=fleet.engines, keep_weights=lora, timeout_s=config.weights.switch_timeout_s)
         on_written = turns.to_engines
     if lora:
         adapter = policy_adapter(incarnation)

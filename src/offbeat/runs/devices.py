@@ -35,8 +35,7 @@ def choose_devices(
         return config
     train, inference = config.train, config.inference
     num_ranks = (rank_info.local_world if spmd else train.num_ranks) if trains else 0
-    on_devices = (
-        serves and rank_info.is_on_first_machine and not inference.urls and (inference.form is None or inference.form.on_devices))
+    on_devices = (serves and rank_info.is_on_first_machine and not inference.urls and (inference.form is None or inference.form.on_devices))
     num_engines = inference.num_engines if on_devices else 0
     if spmd and num_ranks > devices:
         raise ConfigError(

@@ -113,8 +113,7 @@ def evaluate_model(config: Config, console: Console) -> list[Evaluation]:
 async def _evaluate(model: EvaluatedModel, config: Config, record: RunRecord, on_progress: OnProgress) -> list[SetResult]:
     async with open_rollouts(_configured(config, model), record, adapter=model.adapter) as (source, watch):
         rollouts = source.rollouts(PromptStream(source.inputs.train, seed=0), version=0, last_version=0)
-        evaluators = make_evaluators(
-            rollouts, source, source.inputs, source.config, SingleProcess(), log_dir=record.log_dir)
+        evaluators = make_evaluators(rollouts, source, source.inputs, source.config, SingleProcess(), log_dir=record.log_dir)
 
         async def run_all() -> list[SetResult]:
             results = []
@@ -128,9 +127,7 @@ async def _evaluate(model: EvaluatedModel, config: Config, record: RunRecord, on
         return await run_beside(run_all(), watch())
 
 
-async def _ask_endpoint(
-    model: EvaluatedModel, config: Config, record: RunRecord, key_env: str, on_progress: OnProgress,
-) -> list[SetResult]:
+async def _ask_endpoint(model: EvaluatedModel, config: Config, record: RunRecord, key_env: str, on_progress: OnProgress) -> list[SetResult]:
     asked = read_sets(config)
     async with AsyncExitStack() as stack:
         elsewhere = not is_this_machine(urlsplit(model.url).hostname or "")
@@ -171,8 +168,7 @@ class _Counter:
         """Count one more prompt; without an answer it is wrong."""
         self._num_answers += max(num_answers, 1)
         self._num_right += num_right
-        self._progress = replace(
-            self._progress, num_answered=self._progress.num_answered + 1, accuracy=self._num_right / self._num_answers)
+        self._progress = replace(self._progress, num_answered=self._progress.num_answered + 1, accuracy=self._num_right / self._num_answers)
         self._tell(self._progress)
 
     def result(self, played: EvaluatedSet, scores: Evaluation) -> SetResult:

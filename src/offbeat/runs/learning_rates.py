@@ -53,8 +53,7 @@ def rate_choices(config: Config, part: Part, *, was: Mapping[str, Any] = _NOTHIN
         width = _width(config, task)
         adapter = config.model.lora.rank > 0 and task != "critic"
         of = "" if task == "critic" else " of an adapter" if adapter else " of all weights"
-        yield Choice(
-            key, repr(choose_rate(task, width=width, adapter=adapter)), f'"auto" for {_IN_WORDS[task]}{of}, width {width}')
+        yield Choice(key, repr(choose_rate(task, width=width, adapter=adapter)), f'"auto" for {_IN_WORDS[task]}{of}, width {width}')
 
 
 def rates_of_check(config: Config, *, pairs: bool) -> Iterator[str]:

@@ -172,13 +172,10 @@ def make_plan(config: Config, *, rank_info: RankInfo = _CONTROLLER, trains: bool
         tuple(slow_formats(sections, cpu=this_cpu())))
 
 
-def place(
-    config: Config, *, devices: int, rank_info: RankInfo = _CONTROLLER, trains: bool = True, serves: bool = True,
-) -> PlanConfig:
+def place(config: Config, *, devices: int, rank_info: RankInfo = _CONTROLLER, trains: bool = True, serves: bool = True) -> PlanConfig:
     """Return the sections with settings that are chosen by the machine, with the devices chosen; see `choose_devices`."""
     num_judges = _num_judges(config, rank_info) if serves else 0
-    return choose_devices(
-        config.for_plan, devices=devices, num_judges=num_judges, rank_info=rank_info, trains=trains, serves=serves)
+    return choose_devices(config.for_plan, devices=devices, num_judges=num_judges, rank_info=rank_info, trains=trains, serves=serves)
 
 
 def _num_judges(config: Config, rank_info: RankInfo) -> int:

@@ -45,9 +45,7 @@ class UserCode:
     sets: Mapping[str, "UserCode"] = field(default_factory=dict)
 
 
-async def open_user_code(
-    stack: AsyncExitStack, inputs: RunInputs, config: Config, record: RunRecord, *, launcher: Launcher,
-) -> UserCode:
+async def open_user_code(stack: AsyncExitStack, inputs: RunInputs, config: Config, record: RunRecord, *, launcher: Launcher) -> UserCode:
     """Start rewards and workflow of the run and of its evaluation sets; see `open_rewards` and `open_workflow`.
 
     A reward or workflow that a set shares with the run, or with a set before it, is started once. The sets' metrics are tried here, too.
@@ -75,9 +73,7 @@ async def open_user_code(
     return replace(code, sets=sets)
 
 
-async def _open_mixed(
-    stack: AsyncExitStack, inputs: RunInputs, config: Config, record: RunRecord, *, launcher: Launcher,
-) -> UserCode:
+async def _open_mixed(stack: AsyncExitStack, inputs: RunInputs, config: Config, record: RunRecord, *, launcher: Launcher) -> UserCode:
     """Start rewards and workflow of each data set; one that a set shares with a set before it is started once."""
     rewards: dict[Hashable, Rewards] = {}
     workflows: dict[Hashable, Workflow] = {}
@@ -90,8 +86,7 @@ async def _open_mixed(
             rewards[judging] = await open_rewards(stack, row, own, record, launcher=launcher, of_set=folder)
         if playing not in workflows:
             tokenizer = inputs.tokenizer.giving(own.data.chat_template_kwargs)
-            workflows[playing] = await open_workflow(
-                stack, own, tokenizer=tokenizer, log_dir=_log_dir(record, folder), notes=record)
+            workflows[playing] = await open_workflow(stack, own, tokenizer=tokenizer, log_dir=_log_dir(record, folder), notes=record)
         judges[name], plays[name] = rewards[judging], workflows[playing]
 
     async def play_of_set(episode: Episode) -> Sequence[Trajectory]:
@@ -122,8 +117,7 @@ async def open_rewards(
     rollout, log_dir = config.rollout, _log_dir(record, of_set)
     rewards: Rewards
     if model := reward_model_of(config):
-        options = RewardModelOptions(
-            model, config.model.number_format, config.data.system_prompt, config.train.max_tokens_per_microbatch)
+        options = RewardModelOptions(model, config.model.number_format, config.data.system_prompt, config.train.max_tokens_per_microbatch)
         rewards = await stack.enter_async_context(ModelReward(
             launcher, options, worker_specs(
                 rollout.reward_workers, log_dir=log_dir, threads=config.inference.threads or 1,

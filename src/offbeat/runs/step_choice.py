@@ -100,8 +100,7 @@ def _recomputation(config: PlanConfig, device: Device | None, shape: ModelShape 
     else:
         tokens, num_shards = -(-train.max_tokens_per_microbatch // train.parallel.cp), train.parallel.shard * train.parallel.tp
         adapter = TrainedAdapter(lora, half=config.model.number_format == "bfloat16", form=config.model.quantization) if lora else None
-        found = rank_memory(
-            shape, tokens=tokens, num_shards=num_shards, mixed=mixed, offloads=train.offload_optimizer, adapter=adapter)
+        found = rank_memory(shape, tokens=tokens, num_shards=num_shards, mixed=mixed, offloads=train.offload_optimizer, adapter=adapter)
         another = rank_memory(shape, tokens=0, num_shards=num_shards).weights
         states = found.total - found.activations
         states += another * (config.algorithm.needs_reference and not lora) + 4 * another * config.algorithm.needs_critic

@@ -44,9 +44,7 @@ def choose_threads(
     return config.model_copy(update=updates)
 
 
-def divide_cores(
-    cores: int, *, num_ranks: int, num_engines: int, rank_threads: int = 0, engine_threads: int = 0,
-) -> tuple[int, int]:
+def divide_cores(cores: int, *, num_ranks: int, num_engines: int, rank_threads: int = 0, engine_threads: int = 0) -> tuple[int, int]:
     """Return the number of threads for each train rank and each engine of one machine, at least 1.
 
     Both get the same share, and the remainder goes to the ranks as far as it can be divided; for example, 8 cores for 1 rank and 2 engines

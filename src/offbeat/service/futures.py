@@ -131,8 +131,7 @@ class Futures:
                 raise _unknown(request_id)
             return found, False
         answer = asyncio.get_running_loop().create_future()
-        future = self._open[request_id] = Future(
-            request_id, owner=owner, kind=kind, created=self._clock(), answer=answer, kept=kept)
+        future = self._open[request_id] = Future(request_id, owner=owner, kind=kind, created=self._clock(), answer=answer, kept=kept)
         return future, True
 
     def find(self, request_id: str, owner: str) -> Future | None:

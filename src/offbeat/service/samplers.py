@@ -293,14 +293,12 @@ def _of_checkpoint(row: SamplerRow, checkpoint: CheckpointRow) -> SamplerRow:
     """Bind a new sampler to the checkpoint at its path; raises BadRequestError if the checkpoint cannot be sampled."""
     if checkpoint.kind != "sampler":
         raise BadRequestError(f"{row.path} holds no weights for sampling; save them with save_weights_for_sampler, and give its path")
-    return replace(
-        row, base_model=checkpoint.base_model, run_id=checkpoint.run_id, version=checkpoint.version, folder=checkpoint.folder)
+    return replace(row, base_model=checkpoint.base_model, run_id=checkpoint.run_id, version=checkpoint.version, folder=checkpoint.folder)
 
 
 def _same(known: SamplerRow, wanted: SamplerRow) -> SamplerRow:
     """Return the existing sampler if it is the one wanted now; raises BadRequestError if not."""
     of_run = not (known.path and wanted.path) and known.run_id != wanted.run_id  # the run of a path may not be known yet
-    if of_run or (known.owner, known.path) != (wanted.owner, wanted.path) or (
-            not known.folder and known.base_model != wanted.base_model):
+    if of_run or (known.owner, known.path) != (wanted.owner, wanted.path) or (not known.folder and known.base_model != wanted.base_model):
         raise BadRequestError(f"{known.id} is another sampler already; number them anew")
     return known

@@ -35,16 +35,7 @@ from offbeat.service.limits import Usage
 from offbeat.service.samplers import Samplers
 from offbeat.service.speeds import Speeds
 from offbeat.service.tables import SamplerRow
-from offbeat.service.types import (
-    Caller,
-    Failed,
-    FailedRequest,
-    Pending,
-    QueueStatus,
-    Sampled,
-    SampledSequence,
-    SampleRequest,
-)
+from offbeat.service.types import Caller, Failed, FailedRequest, Pending, QueueStatus, Sampled, SampledSequence, SampleRequest
 from offbeat.user_code.boundary import Caught
 
 _log = logging.getLogger(__name__)

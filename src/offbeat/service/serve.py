@@ -245,8 +245,7 @@ async def open_core(
     """
     folder, settings, limits = Path(config.serve.data_dir), config.serve, adapters.limits
     base_models = BaseModels.of(base_model_name(config), settings)
-    trained = SamplingModel(
-        base_models.name, adapters.fleet.dispatcher, limits.context, limits.end_token_ids, max_failures=_MAX_FAILURES)
+    trained = SamplingModel(base_models.name, adapters.fleet.dispatcher, limits.context, limits.end_token_ids, max_failures=_MAX_FAILURES)
     usage = Usage(keys.limits_of)
     futures = Futures(
         store, Results(folder / "results", after=store.last_segment()), encode=encode,

@@ -232,8 +232,7 @@ class ServiceCore:
 
     # -- training ----------------------------------------------------------------------------------------------------------------------
 
-    async def forward_backward(
-        self, caller: Caller, *, model_id: str, seq_id: int, data: TrainingData, forward_only: bool) -> str:
+    async def forward_backward(self, caller: Caller, *, model_id: str, seq_id: int, data: TrainingData, forward_only: bool) -> str:
         """Score datums and, unless `forward_only`, accumulate the gradients of their losses for the next step."""
         kind = "forward" if forward_only else "forward_backward"
         return self._submit(caller, model_id, seq_id, Pass(data, learn=not forward_only), kind=kind)

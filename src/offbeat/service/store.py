@@ -267,8 +267,7 @@ def _engine(text: str) -> sa.Engine:
     except ArgumentError:
         url = None
     if url is None or url.get_backend_name() not in _DRIVERS or not url.database:
-        raise ConfigError(
-            "the database's URL cannot be used; give sqlite:///PATH, or postgresql://USER@HOST/NAME for PostgreSQL")
+        raise ConfigError("the database's URL cannot be used; give sqlite:///PATH, or postgresql://USER@HOST/NAME for PostgreSQL")
     backend = url.get_backend_name()
     try:
         engine = sa.create_engine(
@@ -302,8 +301,7 @@ def _known(engine: sa.Engine) -> Known:
         naming = {
             checkpoints: sa.select(checkpoints.c.folder), models: sa.select(models.c.state_folder),
             samplers: sa.select(samplers.c.folder).where(samplers.c.path == "")}  # other samplers use the folders of checkpoints
-        folders = {
-            folder for table, select in naming.items() if table.name in there for folder in connection.scalars(select)}
+        folders = {folder for table, select in naming.items() if table.name in there for folder in connection.scalars(select)}
     return Known(name, identity or "", frozenset(folders - {""}))
 
 
@@ -315,8 +313,7 @@ def _claim(engine: sa.Engine) -> sa.Connection:
         try:
             connection.execute(sa.select(sa.func.pg_advisory_lock(_LOCK_KEY)))
         except OperationalError as exc:
-            raise ConfigError(
-                f"{_name(engine)} is in use by another server; stop that one or give this one a database of its own") from exc
+            raise ConfigError(f"{_name(engine)} is in use by another server; stop that one or give this one a database of its own") from exc
     return connection
 
 

@@ -172,8 +172,7 @@ class LeadingWriter:
     async def write_weights(
         self, version: Version, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0, base: str = "", is_there: bool = False,
     ) -> Manifest:
-        return await self.trainers.write_weights(
-            version, folder, canary=canary, num_receivers=num_receivers, base=base, is_there=is_there)
+        return await self.trainers.write_weights(version, folder, canary=canary, num_receivers=num_receivers, base=base, is_there=is_there)
 
     def holds(self, version: Version) -> bool:  # noqa: ARG002
         return False
@@ -216,8 +215,7 @@ class EngineNews:
         """On rank 0: announce the URL and proven version of each engine whenever one changes, until cancelled."""
         told: dict[str, Standing] = {}
         while True:
-            standings = {
-                name: Standing(member.client.url, None if member.out else member.version) for name, member in pool.members.items()}
+            standings = {name: Standing(member.client.url, None if member.out else member.version) for name, member in pool.members.items()}
             if standings != told:
                 try:
                     await self._notice.put_up(wire.encode_json(standings).decode())

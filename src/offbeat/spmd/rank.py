@@ -167,9 +167,7 @@ async def _watch_nothing() -> None:
     """Watch nothing: rank 0 watches the engines."""
 
 
-async def _build_trainers(
-    config: Config, inputs: RunInputs, joined: _Joined, *, may_load: asyncio.Event | None = None,
-) -> dict[str, Part]:
+async def _build_trainers(config: Config, inputs: RunInputs, joined: _Joined, *, may_load: asyncio.Event | None = None) -> dict[str, Part]:
     may_load = may_load or asyncio.Event()
 
     async def build() -> None:
@@ -227,8 +225,7 @@ def _join(config: Config, rank_info: RankInfo) -> ProcessGroups:
     if rank_info.leads and not rank_info.store_is_served:
         store = host_store(timeout_s, host=rank_info.store_host, port=rank_info.store_port)
     else:
-        store = connect_store(
-            rank_info.store_host, rank_info.store_port, timeout_s=timeout_s, by_launcher=rank_info.store_is_served)
+        store = connect_store(rank_info.store_host, rank_info.store_port, timeout_s=timeout_s, by_launcher=rank_info.store_is_served)
     return join(
         rank=rank_info.rank, world=rank_info.world, place=MeetingPlace(store, prefix=f"attempt-{rank_info.attempt}/"), config=config.dist,
         local_rank=rank_info.local_rank, shape=MeshShape.of(config.train, world=rank_info.world))

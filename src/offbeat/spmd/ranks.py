@@ -137,9 +137,7 @@ class OwnRank:
         (request,) = requests
         return await self._thread.run(method, partial(self._call, method, request, timeout_s))
 
-    async def spread(
-        self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int, ahead: bool = False,
-    ) -> list[TrainStep]:
+    async def spread(self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int, ahead: bool = False) -> list[TrainStep]:
         assert not ahead, "ranks spread a batch together"
         share = partial(self._loading.share, batch, params, num_minibatches=num_minibatches, seed=seed)
         return [await self._thread.run("train_step", share)]

@@ -87,9 +87,7 @@ class NoRollouts:
         raise AssertionError("a rank without rollouts was asked to play some")
 
 
-def share_limits(
-    rollout: RolloutConfig, sft: SftConfig, rank_info: RankInfo,
-) -> dict[str, RolloutConfig | SftConfig]:
+def share_limits(rollout: RolloutConfig, sft: SftConfig, rank_info: RankInfo) -> dict[str, RolloutConfig | SftConfig]:
     """Return both sections by name, as one head has them: limits that count groups or sequences are divided by the number of heads.
 
     For example, a batch of 7 groups over 2 ranks is 4 on rank 0 and 3 on rank 1.

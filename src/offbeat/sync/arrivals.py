@@ -29,9 +29,7 @@ _BACKLOG = 1000
 class Arrivals:
     """Registers one wait after the other, from the queue `waits`, in which None ends the thread."""
 
-    def __init__(
-        self, client: dist.TCPStore, *, board: Board, peers: SyncPeers, keys: StoreKeys, judge: Judging,
-    ) -> None:
+    def __init__(self, client: dist.TCPStore, *, board: Board, peers: SyncPeers, keys: StoreKeys, judge: Judging) -> None:
         """`judge` is asked to look at a point that cannot be passed as it is, or hears that this thread broke."""
         self.waits: queue.SimpleQueue[Wait | None] = queue.SimpleQueue()
         self._client = client

@@ -211,8 +211,7 @@ def receive(address: str, *, device: torch.device, held: Held | None = None) -> 
     """
     host, _, port = address.rpartition(":")
     socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S).close()  # the store itself would retry for long
-    store = dist.TCPStore(
-        host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_TIMEOUT_S))
+    store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_TIMEOUT_S))
     offer = json.loads(store.get("offer"))
     if held is not None and held.name != offer["base"]:
         held = None

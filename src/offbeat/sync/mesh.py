@@ -197,8 +197,7 @@ def join(
     shape.check(world)
     current_platform.set_device(local_rank)
     store = place.store
-    sync = Sync.start(
-        rank=rank, world=world, place=place, config=config, hosts_store=isinstance(store, HostedStore), listener=listener)
+    sync = Sync.start(rank=rank, world=world, place=place, config=config, hosts_store=isinstance(store, HostedStore), listener=listener)
     _syncs.append(sync)
     _vigils.append(Vigil(_WorkReports(sync, listener), patience_s=config.sync_timeout_s))
     try:
@@ -218,8 +217,7 @@ def join(
         give_up(exc)  # but do not leave, so that `check_peers` says why and others can read it
         raise
     sync.cpu_group = cpu_group
-    return ProcessGroups(
-        rank=rank, world=world, shape=shape, mesh=mesh, gradient_mesh=gradient_mesh, cpu_group=cpu_group, sync=sync)
+    return ProcessGroups(rank=rank, world=world, shape=shape, mesh=mesh, gradient_mesh=gradient_mesh, cpu_group=cpu_group, sync=sync)
 
 
 def build_meshes(shape: MeshShape) -> tuple[DeviceMesh, DeviceMesh]:

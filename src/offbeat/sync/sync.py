@@ -132,9 +132,7 @@ class Sync:
         # A thread that wakes up in native code while the interpreter shuts down would crash the process.
         atexit.register(self._at_exit)
 
-    def arrive(
-        self, name: str, *, timeout_s: float | None = None, patient_with: Iterable[int] = (), keys: Iterable[str] = (),
-    ) -> None:
+    def arrive(self, name: str, *, timeout_s: float | None = None, patient_with: Iterable[int] = (), keys: Iterable[str] = ()) -> None:
         """Return when all ranks have come to `name` with the same `keys`, without any collective.
 
         The wait is patient with some ranks: its deadline starts again as long as each of them is there or has shown life with `beat`

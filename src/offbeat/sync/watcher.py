@@ -35,9 +35,7 @@ class Mail:
 class Watcher:
     """Reads mail until "close", or until the store is gone."""
 
-    def __init__(
-        self, client: dist.TCPStore, *, board: Board, peers: SyncPeers, keys: StoreKeys, judge: Judging,
-    ) -> None:
+    def __init__(self, client: dist.TCPStore, *, board: Board, peers: SyncPeers, keys: StoreKeys, judge: Judging) -> None:
         """`judge` hears that an answer broke."""
         self._client = client
         self._board = board

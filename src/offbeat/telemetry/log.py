@@ -26,8 +26,7 @@ class JsonFormatter(logging.Formatter):
     """Formats a record as one JSON object: time, level, logger, message, the request's ID, and the fields in `extra={"fields": {...}}`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        row = {
-            "time": round(record.created, 3), "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
+        row = {"time": round(record.created, 3), "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
         if request := current_request.get():
             row["request"] = request
         row |= getattr(record, "fields", {})

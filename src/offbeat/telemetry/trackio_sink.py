@@ -24,8 +24,7 @@ class TrackioSink:
         # The terminal belongs to the console, but trackio reports with print.
         trackio.run.__dict__["print"] = _LOG.debug
         # Not `trackio.init`, which also prints, and may log to a Space or a server that the environment names.
-        self._run = trackio.Run(
-            url=None, client=None, project="offbeat", name=run_dir.name, group=run_dir.name, config=dict(settings))
+        self._run = trackio.Run(url=None, client=None, project="offbeat", name=run_dir.name, group=run_dir.name, config=dict(settings))
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Log at the row's global step."""

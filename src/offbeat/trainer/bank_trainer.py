@@ -115,8 +115,7 @@ class BankTrainer(Trainer):
         check_new(request.name, self._slots)
         if not request.folder:
             scaling = request.alpha / request.rank if request.rank else 0.0
-            self._enter(
-                request.name, self._bank.add(rank=request.rank, scaling=scaling, seed=request.seed, kinds=request.modules))
+            self._enter(request.name, self._bank.add(rank=request.rank, scaling=scaling, seed=request.seed, kinds=request.modules))
             return
 
         def read() -> Adapter:

@@ -63,5 +63,4 @@ class Effort:
     def trained(self, metrics: dict[str, float]) -> Trained:
         """Return the answer of the step that ends now."""
         busy_s = self._watch.take_s()
-        return Trained(
-            metrics, self._start_s, time.time(), busy_s, self._tokens, self._flops, self._peak, current_platform.memory())
+        return Trained(metrics, self._start_s, time.time(), busy_s, self._tokens, self._flops, self._peak, current_platform.memory())

@@ -159,8 +159,7 @@ def advise(model_config: Any, config: RankConfig, *, num_ranks: int, available: 
     train = config.train
     changes: list[dict[str, Any]] = [] if train.computes_in == "bf16_mixed" else [{"precision": "bf16_mixed"}]
     recompute = {"gradient_checkpointing": "full"} | ({"compile": False} if train.compile else {})  # which exclude each other
-    changes += [recompute, *(
-        recompute | {"max_tokens_per_microbatch": train.max_tokens_per_microbatch // part} for part in (2, 4, 8))]
+    changes += [recompute, *(recompute | {"max_tokens_per_microbatch": train.max_tokens_per_microbatch // part} for part in (2, 4, 8))]
     most = num_ranks // train.parallel.ranks_per_share
     if most > train.parallel.shard:
         sharded = {"parallel.shard": most}

@@ -105,8 +105,7 @@ class ModelTrainer(Trainer):
     def load(self, request: Folder) -> LoadedStep:
         kept = self._reference is not None and shards.holds(request.folder, "reference")
         state = shards.load(request.folder, self._state(with_reference=kept), groups=self.groups)
-        set_state_dict(
-            self._strategy.model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(self._strategy.model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         if self._reference is not None and kept:
             self._reference.model.load_state_dict(state["reference"])
         elif self._refreshed:

@@ -131,9 +131,7 @@ class PartWriter:
             "publish_changes", {"lacking": found is None, "changed": _size(found or {}), "all": snapshot.num_bytes})
         return found if not sums["lacking"] and sums["changed"] < sums["all"] else None
 
-    def _write_share(
-        self, snapshot: ModelSnapshot, changes: dict[str, Tensor] | None, target: Target, writers: Sequence[int],
-    ) -> Share:
+    def _write_share(self, snapshot: ModelSnapshot, changes: dict[str, Tensor] | None, target: Target, writers: Sequence[int]) -> Share:
         if self._groups.rank not in writers:
             return Share("", (), {}, 0)
         number = writers.index(self._groups.rank) + 1

@@ -128,9 +128,7 @@ def predict_values(
     return token_values(model, row), None
 
 
-def score_row(
-    model: nn.Module, batch: Batch, row: PackedRow, *, predict: Predict, temperature: float, report: bool = False,
-) -> ScoredRow:
+def score_row(model: nn.Module, batch: Batch, row: PackedRow, *, predict: Predict, temperature: float, report: bool = False) -> ScoredRow:
     """Run a forward pass, and compute the losses of the row's targets in `batch`; entropy and metrics only for a `report`."""
     trains_entropy = any("entropy" in reads_of(loss) for loss in batch.losses)
     predictions, entropy = predict(
@@ -147,8 +145,7 @@ def canary_logprobs(model: nn.Module, tokens: Sequence[int]) -> tuple[float, ...
     In the place of an image's placeholder it is that of token 0, as engines report it.
     """
     length = len(tokens)
-    batch = Batch.of_next_tokens(
-        np.asarray(tokens, np.int32), np.arange(length) > 0, lengths=[length], columns={}, losses=())
+    batch = Batch.of_next_tokens(np.asarray(tokens, np.int32), np.arange(length) > 0, lengths=[length], columns={}, losses=())
     batch = replace(batch, targets=np.where(is_image(batch.targets), 0, batch.targets))
     return tuple(token_logprobs(model, pack_row(batch, share_prefix=False)).tolist())
 

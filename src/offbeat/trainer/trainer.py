@@ -382,8 +382,7 @@ class Trainer(ABC):
                     if learn:
                         (scored.losses.sum() * self._gradient_scale).backward()
                 logprobs[row.batch_index] = scored.predictions.detach().cpu().numpy()
-                losses += np.bincount(
-                    batch.target_sequences[row.batch_index], scored.losses.detach().cpu().numpy(), minlength=len(batch))
+                losses += np.bincount(batch.target_sequences[row.batch_index], scored.losses.detach().cpu().numpy(), minlength=len(batch))
         finally:
             self._heap.return_free()
         return Scores(logprobs, losses.astype(np.float32))
@@ -430,8 +429,7 @@ class Trainer(ABC):
             with self._using(batch, row, learn=True, last=number == len(rows) - 1), self._effort.computing():
                 progress("forward")
                 with routers.recording(row), autocast(self._config, self._module):
-                    scored = score_row(
-                        self._module, batch, row, predict=self._predict, temperature=self._temperature(batch), report=True)
+                    scored = score_row(self._module, batch, row, predict=self._predict, temperature=self._temperature(batch), report=True)
                 with tracker.scope("train"):
                     tracker.denominator(tokens=torch.ones_like(scored.losses))
                     tracker.stat(reduce="sum", loss=scored.losses)
@@ -441,8 +439,7 @@ class Trainer(ABC):
                 for name, (values, where) in scored.report.groups.items():
                     tracker.stat({name: values}, where=where)
                 progress("backward")
-                self._effort.propagate(
-                    routers.added_to(scored.losses.sum() * (scale * self._gradient_scale), scale=self._gradient_scale))
+                self._effort.propagate(routers.added_to(scored.losses.sum() * (scale * self._gradient_scale), scale=self._gradient_scale))
         with torch.no_grad():
             norm = self._gradient_norms([WHOLE])[WHOLE]
             update = Update(tracker.export_all(self.groups.shares, point="train_stats"), grad_norm=norm, routers=routers.metrics)

@@ -86,8 +86,7 @@ class CodeProcess:
             except DeadlineError as exc:
                 where = _innermost("\n".join(exc.__notes__))
                 self.lost = f"{self.child.name} did nothing else for {self._blocked_timeout_s:g} s because user code blocked it{where}"
-                self._notes.note(
-                    "user_code", f"{self.lost}; it is replaced. Await there, or make it a plain function, which gets a thread")
+                self._notes.note("user_code", f"{self.lost}; it is replaced. Await there, or make it a plain function, which gets a thread")
                 await self.child.kill()
             except WorkerError:
                 return

@@ -60,9 +60,7 @@ class _Host:
     _scratch: Path | None = None
     _disk: DiskService | None = None
 
-    async def start(
-        self, spec: ChildSpec, beside: str, scratch: tuple[str, str], umask: int, timeout_s: float,
-    ) -> tuple[bool, bytes]:
+    async def start(self, spec: ChildSpec, beside: str, scratch: tuple[str, str], umask: int, timeout_s: float) -> tuple[bool, bytes]:
         """Start the child; returns the folder on this machine's own disk, if there is one.
 
         Args:

@@ -29,8 +29,7 @@ Confinement = Literal["namespaces", "landlock", "none"]
 _CONFINE = Path(__file__).with_name("confine.py")
 _START = "import sys; sys.path.insert(0, sys.argv.pop(1)); import confine; del sys.path[0]; confine.main()"
 _SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo", "/dev/null", "/dev/zero", "/dev/urandom")
-_REFUSING = {
-    "kernel.unprivileged_userns_clone": "0", "user.max_user_namespaces": "0", "kernel.apparmor_restrict_unprivileged_userns": "1"}
+_REFUSING = {"kernel.unprivileged_userns_clone": "0", "user.max_user_namespaces": "0", "kernel.apparmor_restrict_unprivileged_userns": "1"}
 """Settings of the kernel and the values with which they refuse user namespaces; containers refuse them by their own profiles."""
 
 _MOST_CODE_BYTES = 2**20

@@ -175,9 +175,7 @@ class SGLangDialect:
         body = self._body(wire, tokens, params, adapter=adapter, logprob_start_len=0, **fields)
         return (await wire.call("POST", "/generate", body))["meta_info"]
 
-    def _body(
-        self, wire: Wire, prompt: tuple[int, ...], params: Mapping[str, Any], *, adapter: str, **fields: Any,
-    ) -> dict[str, Any]:
+    def _body(self, wire: Wire, prompt: tuple[int, ...], params: Mapping[str, Any], *, adapter: str, **fields: Any) -> dict[str, Any]:
         body: dict[str, Any] = {"input_ids": prompt, "sampling_params": params, "return_logprob": True, **fields}
         if adapter:
             body["lora_path"] = adapter
@@ -220,8 +218,7 @@ def _sample(wire: Wire, data: bytes, *, adapter: str, num_top: int) -> Sample:
         spans = meta.weight_versions
         if [span.start for span in spans] != [0, *(span.end for span in spans[:-1])]:
             raise EngineError(f"{wire.name} returned versions of its tokens with gaps: {msgspec.to_builtins(spans)}")
-        versions = np.repeat(
-            np.array([_version(span.version) for span in spans], np.int32), [span.end - span.start for span in spans])
+        versions = np.repeat(np.array([_version(span.version) for span in spans], np.int32), [span.end - span.start for span in spans])
     top = tuple(map(_top_tokens, meta.output_top_logprobs)) if num_top else ()
     return Sample(tokens, logprobs, versions, answer.text, meta.finish_reason.type, top_logprobs=top).check()
 

@@ -12,5 +12,4 @@ async def single_turn(episode: Episode) -> list[Trajectory]:
     samples = await episode.generate(episode.prompt, episode.sampling, n=episode.group_size)
     rewards = await episode.score([sample.text for sample in samples], episode.row)
     prompt = np.array(episode.prompt)
-    return [
-        TrajectoryBuilder(prompt).generated(sample).finish(reward) for sample, reward in zip(samples, rewards, strict=True)]
+    return [TrajectoryBuilder(prompt).generated(sample).finish(reward) for sample, reward in zip(samples, rewards, strict=True)]

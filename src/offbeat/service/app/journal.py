@@ -47,9 +47,7 @@ class Journal:
         self._requests = Counter("offbeat_http_requests", "Requests by endpoint and status", ["endpoint", "status"], registry=registry)
         self._seconds = Histogram("offbeat_http_seconds", "Time to the answer", ["endpoint"], buckets=_BUCKETS, registry=registry)
 
-    def note(
-        self, endpoint: Endpoint, path: str, *, request_id: str, owner: str, status: int, seconds: float, detail: str = "",
-    ) -> None:
+    def note(self, endpoint: Endpoint, path: str, *, request_id: str, owner: str, status: int, seconds: float, detail: str = "") -> None:
         """Record an answered request in the log, the metrics and, if it failed, the errors."""
         name = endpoint.path.removeprefix("/api/v1/")
         self._requests.labels(name, status).inc()
@@ -59,8 +57,7 @@ class Journal:
             self.trouble(request_id, owner, f"{endpoint.method} {path}"[:200], detail)
         if (failed or not endpoint.quiet) and (owner or self._may_log_stranger()):
             fields = {"request": request_id, "owner": owner, "status": status, "ms": round(1000 * seconds, 1)}
-            _log.info(
-                "%s %s", endpoint.method, path[:300], extra={"fields": fields | ({"detail": detail} if detail else {})})
+            _log.info("%s %s", endpoint.method, path[:300], extra={"fields": fields | ({"detail": detail} if detail else {})})
 
     def trouble(self, request_id: str, owner: str, what: str, sentence: str) -> None:
         """Keep an error for the status page; `owner` is empty for a stranger."""

@@ -47,8 +47,7 @@ class StatusCollector(Collector):
             yield _labelled(f"offbeat_owner_{name}", text, "owner", {o.owner: getattr(o, name) for o in status.owners})
         for name, text in _COUNTS.items():
             yield CounterMetricFamily(f"offbeat_{name}", text, getattr(status.counts, name))
-        yield _labelled(
-            "offbeat_process_memory_bytes", "Resident memory", "process", {p.name: p.memory_bytes for p in status.processes})
+        yield _labelled("offbeat_process_memory_bytes", "Resident memory", "process", {p.name: p.memory_bytes for p in status.processes})
         yield _labelled("offbeat_engine_up", "1 while it serves", "engine", {e.name: e.state == "serving" for e in status.engines})
         yield _labelled("offbeat_engine_adapters", "Adapters held", "engine", {e.name: len(e.adapters) for e in status.engines})
         yield _labelled(

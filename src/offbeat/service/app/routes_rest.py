@@ -71,8 +71,7 @@ class RestRoutes:
 
     async def _checkpoints(self, call: Call) -> Response:
         limit, offset = _page(call, default=100)
-        infos, total = self._library.list_checkpoints(
-            call.caller, limit=limit, offset=offset, exports=knows_external(call.http.headers))
+        infos, total = self._library.list_checkpoints(call.caller, limit=limit, offset=offset, exports=knows_external(call.http.headers))
         return await _listed(call, infos, limit=limit, offset=offset, total=total)
 
     async def _delete(self, call: Call) -> Response:

@@ -93,8 +93,7 @@ def read_forward_backward(body: bytes, *, limits: WireLimits, stable_reinforce: 
         if len(data) > limits.max_datums:
             raise TooLargeError(f"data must hold at most {limits.max_datums} datums, got {len(data)}; send them in several requests")
         inputs = tuple(_pieces(f"data[{index}].model_input", datum.get("model_input", []), limits) for index, datum in enumerate(data))
-    unread = UnreadPass(
-        model_id, seq_id, tuple(image for pieces in inputs for image in images_in(pieces)), message, limits, loss, inputs)
+    unread = UnreadPass(model_id, seq_id, tuple(image for pieces in inputs for image in images_in(pieces)), message, limits, loss, inputs)
     return unread if unread.images else unread.read({})
 
 
@@ -175,8 +174,7 @@ class _DatumReader:
         self._check_targets(name, targets, len(tokens))
         for key, tensor in tensors.items():
             if tensor.shape != targets.shape:
-                raise BadRequestError(
-                    f"{name}.{key} must have the shape {list(targets.shape)} of target_tokens, got {list(tensor.shape)}")
+                raise BadRequestError(f"{name}.{key} must have the shape {list(targets.shape)} of target_tokens, got {list(tensor.shape)}")
         cells = _cells([targets, *tensors.values()])
         unseen = _before_images(joined)
         if unseen is not None:
