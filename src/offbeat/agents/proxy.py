@@ -103,12 +103,7 @@ class Proxy:
     # -- life --------------------------------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        """Listen.
-
-        Raises:
-            PortBusyError: the address cannot be bound.
-            DeadlineError: uvicorn did not start in time.
-        """
+        """Listen; raises PortBusyError if the address cannot be bound, DeadlineError if uvicorn did not start in time."""
         address = self._address
         listener = bind(address.host, address.port, who="the proxy of agents")
         self.url = url_of(listener, host=address.told_host or address.host)

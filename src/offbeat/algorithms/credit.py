@@ -17,8 +17,7 @@ _VARIANCE_EPS = 1e-8
 
 
 def outcome_advantages(
-    rewards: np.ndarray, *, group_ids: np.ndarray, num_tokens: np.ndarray, centre: Centre, scale: Scale,
-    episodes: np.ndarray | None = None,
+    rewards: np.ndarray, *, group_ids: np.ndarray, num_tokens: np.ndarray, centre: Centre, scale: Scale, episodes: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return [N] float64, the advantage of each row: an episode, or the part of an agent or a turn in one.
 

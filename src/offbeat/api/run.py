@@ -80,11 +80,7 @@ class Run:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Look at a run.
-
-        Raises:
-            DataError: there is no such folder, or it is not a run.
-        """
+        """Look at a run; raises DataError if there is no such folder, or it is not a run."""
         self.folder = Path(folder)
         check_run(self.folder)
 
@@ -149,11 +145,7 @@ class Run:
 
     @property
     def best_model(self) -> Path:
-        """Folder of the best model by `evaluate.keep_best`.
-
-        Raises:
-            DataError: there is none.
-        """
+        """Folder of the best model by `evaluate.keep_best`; raises DataError if there is none."""
         return self._exported("best", "it is written where evaluate.keep_best names a metric, and a step has raised it")
 
     @overload

@@ -59,11 +59,7 @@ class Service:
         atexit.register(self.close)
 
     def wait(self) -> None:
-        """Return when the service has ended; Ctrl-C, or interrupting the cell, ends it.
-
-        Raises:
-            RunError: it ended by itself.
-        """
+        """Return when the service has ended; Ctrl-C, or interrupting the cell, ends it. Raises RunError if it ended by itself."""
         try:
             self._process.wait()
         except KeyboardInterrupt:

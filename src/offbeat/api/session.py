@@ -131,8 +131,7 @@ class StepConsole(Console):
     """A console that also hands each step to another thread."""
 
     def __init__(
-        self, mode: Mode, inbox: "SimpleQueue[Step | None]", *, folder: Path, ending: Ending,
-        on_open: OnOpen | None = None,
+        self, mode: Mode, inbox: "SimpleQueue[Step | None]", *, folder: Path, ending: Ending, on_open: OnOpen | None = None,
     ) -> None:
         super().__init__(mode, on_open=on_open)
         self._inbox, self._folder, self._ending = inbox, folder, ending

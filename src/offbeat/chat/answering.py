@@ -99,9 +99,8 @@ class Answering:
         form, one_call = renderer.format, bool(request.tools) and not request.parallel_calls
         return Chat(
             request, renderer.prompt(request.messages, request.tools, opening=opening), opening, stop,
-            (*stop_token_ids, *request.stop_token_ids),
-            call_end=form.end if one_call and form is not None else "", plain=not (request.tools or dialect.always_parsed),
-            variables=variables)
+            (*stop_token_ids, *request.stop_token_ids), call_end=form.end if one_call and form is not None else "",
+            plain=not (request.tools or dialect.always_parsed), variables=variables)
 
     def strict_structure(self, chat: Chat) -> Structure | None:
         """Return the form of a call that is forced, if its tool is strict; errors as of `call_structure`."""

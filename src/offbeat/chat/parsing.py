@@ -124,8 +124,7 @@ def message_of(pieces: Iterable[Piece]) -> Message:
 
 
 def _read_calls(
-    template: ResponseTemplate, balanced: Sequence[tuple[str, str]], tools: Sequence[Mapping[str, Any]], call_ids: CallIds,
-    text: str,
+    template: ResponseTemplate, balanced: Sequence[tuple[str, str]], tools: Sequence[Mapping[str, Any]], call_ids: CallIds, text: str,
 ) -> tuple[ToolCall, ...]:
     """Read the text of one call, by the template of its format; raises ValueError, which says why, if it cannot be read."""
     try:

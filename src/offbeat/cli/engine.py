@@ -112,10 +112,8 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     options = EngineOptions(
         model=str(model), dtype=dtype, quantization=args.quantization, forward=args.forward, max_running=args.max_running,
         max_queued=args.max_queued, max_context=args.max_context, max_cache_bytes=args.max_cache_bytes, prefix_caching=args.prefix_caching,
-        batch_invariant=args.batch_invariant,
-        max_prefill_per_round=args.max_prefill_per_round, max_adapters=args.max_adapters, max_adapter_rank=args.max_adapter_rank,
-        stall_timeout_s=args.stall_timeout_s, api_key=key,
-        version=-1)
+        batch_invariant=args.batch_invariant, max_prefill_per_round=args.max_prefill_per_round, max_adapters=args.max_adapters,
+        max_adapter_rank=args.max_adapter_rank, stall_timeout_s=args.stall_timeout_s, api_key=key, version=-1)
     with TemporaryDirectory(prefix="offbeat-images-") as store:
         asyncio.run(_serve(args, _with_images(options, store, args.images)))
     return 0

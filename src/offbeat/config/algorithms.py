@@ -71,8 +71,7 @@ class AlgorithmConfig(Section):
         " group or with those of the same index; or the episode's reward plus the turn's return compared with turns in the same state"
         " (GiGPO).")
     turn_gamma: float = field(
-        1.0, "With turn_credit other than \"episode\": discount factor per turn (0.9 in AReaL's examples, 0.95 in GiGPO).",
-        gt=0, le=1)
+        1.0, "With turn_credit other than \"episode\": discount factor per turn (0.9 in AReaL's examples, 0.95 in GiGPO).", gt=0, le=1)
     state_weight: float = field(
         1.0, "With turn_credit = \"state\": factor of the comparison with turns in the same state; the paper has 1.", gt=0)
     agent_baselines: bool = field(

@@ -92,8 +92,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType({
         {**_PUBLISHED, "objective": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "loss_aggregation": "sequence_sum"}),
     "cispo": Preset(
         "2506.13585", "When PPO clips away rare but decisive tokens: the weight is clipped, and every token keeps its gradient.",
-        {**_PUBLISHED, "objective": "cispo", "clip_low": 1.0, "clip_high": 4.0},
-        "The paper does not say its upper bound; 5 is ScaleRL's."),
+        {**_PUBLISHED, "objective": "cispo", "clip_low": 1.0, "clip_high": 4.0}, "The paper does not say its upper bound; 5 is ScaleRL's."),
     "scale_rl": Preset(
         "2510.13786", "For long, large and asynchronous runs: CISPO with its ratio taken to the policy that sampled, and the same weight"
         " for each prompt.",

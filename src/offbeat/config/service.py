@@ -36,8 +36,7 @@ class ServeConfig(Section):
     max_disk_bytes: int = field(
         100 * 2**30, "Bytes of an owner's checkpoints, unnamed samplers and kept answers, unless `keys` says otherwise.", ge=0)
     max_queued_bytes: int = field(
-        2**30, "Bytes of memory for an owner's unfinished requests, answers included, unless `keys` says otherwise.",
-        ge=0)
+        2**30, "Bytes of memory for an owner's unfinished requests, answers included, unless `keys` says otherwise.", ge=0)
     max_sessions: int = field(4096, "Sessions of an owner that are remembered, unless `keys` says otherwise.", ge=0)
     max_samplers: int = field(4096, "Samplers that an owner may have at a time, unless `keys` says otherwise.", ge=0)
     max_resident_models: int = field(

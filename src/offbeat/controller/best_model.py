@@ -46,10 +46,6 @@ class BestModel:
 
 
 def check_known(evaluation: Evaluation, metric: str) -> None:
-    """Refuse `evaluate.keep_best` if it names a value that this set's own metric does not return.
-
-    Raises:
-        ConfigError: names the set's metrics.
-    """
+    """Raise ConfigError, with the set's metrics, if `evaluate.keep_best` names a value that this set's own metric does not return."""
     if evaluation.own and metric.rpartition("/")[0] == evaluation.folder and metric not in evaluation.metrics():
         raise ConfigError(f"evaluate.keep_best names {metric}, which is not measured; there is {', '.join(sorted(evaluation.metrics()))}")

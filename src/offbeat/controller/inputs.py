@@ -277,8 +277,7 @@ def _identify(config: Config, base: Base, train: Dataset[Any]) -> Identity:
     digests["agent.tools"] = digest_of([_digest_of_tool(tool) for tool in config.agent.tools]) if config.agent.tools else ""
     return Identity(
         remembered(config), train.digest, train.num_rows, digest_of([base.build.origin]) if base.build else model_digest(Path(base.model)),
-        digest_of([base.tokenizer.vocab_size, base.tokenizer.eos_token_id, base.tokenizer.encode(_PROBE_TEXT)]),
-        digests)
+        digest_of([base.tokenizer.vocab_size, base.tokenizer.eos_token_id, base.tokenizer.encode(_PROBE_TEXT)]), digests)
 
 
 def _module_of(environment: str) -> str:

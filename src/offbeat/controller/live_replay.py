@@ -127,8 +127,7 @@ class LiveReplay:
         spans = [
             span for stored in chosen
             for span in spans_of(
-                stored.read(),
-                seed=None if seed is None else mixed(seed, stored.prompt_id, past.num_tries.get(stored.prompt_id, 0)))]
+                stored.read(), seed=None if seed is None else mixed(seed, stored.prompt_id, past.num_tries.get(stored.prompt_id, 0)))]
         return _Step(len(chosen), spans)
 
     async def _ask_engine(self, span: RecordedSpan, *, begun: int, end: int, sampling: Sampling) -> Sample:

@@ -90,11 +90,7 @@ class EngineTeacher:
                 f" are {ours[:40]!r} here; give a teacher of the policy's family")
 
     async def score(self, batch: Batch, row_of: RowOf) -> TeacherScores:  # noqa: ARG002
-        """See `Teacher.score`. A sequence that the engine fails to score is left out.
-
-        Raises:
-            EngineError: it failed to score any sequence.
-        """
+        """See `Teacher.score`. A sequence that fails on the engine is left out; raises EngineError if all do."""
         found = await gather_all(
             self._score_one(tuple(batch.tokens[start:stop].tolist()))
             for start, stop in zip(batch.offsets[:-1], batch.offsets[1:], strict=True))

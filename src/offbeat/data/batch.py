@@ -253,8 +253,7 @@ class Batch:
         return cls(
             tokens=whole, offsets=offsets, positions=positions, targets=targets,
             columns={**{name: column for name, (column, _) in zip(of_tokens or {}, gathered, strict=True)}, **columns},
-            sequences={"group_ids": shared.group_ids, "prefix_lens": shared.prefix_lens},
-            losses=losses, denominator=denominator)
+            sequences={"group_ids": shared.group_ids, "prefix_lens": shared.prefix_lens}, losses=losses, denominator=denominator)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

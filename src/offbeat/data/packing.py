@@ -148,15 +148,9 @@ def pack_row(batch: Batch, *, share_prefix: bool, families: np.ndarray | None = 
     source = np.where(in_prefix, prompt_start[sequence] + predictor, own_start[sequence] + predictor - own_from[sequence])
     place = np.repeat(batch.offsets[owner_s], length_s) + positions
     return PackedRow(
-        tokens=batch.tokens[place],
-        positions=positions.astype(np.int32),
-        segments=segments,
-        source=source,
-        target=batch.targets.astype(np.int64),
-        batch_index=np.arange(batch.num_targets),
-        owner=owner_s,
-        routes=None if batch.routes is None else batch.routes[place],
-        supports=batch.supports,
+        tokens=batch.tokens[place], positions=positions.astype(np.int32), segments=segments, source=source,
+        target=batch.targets.astype(np.int64), batch_index=np.arange(batch.num_targets), owner=owner_s,
+        routes=None if batch.routes is None else batch.routes[place], supports=batch.supports,
     )
 
 

@@ -86,11 +86,7 @@ class Supports:
 
 
 def join_supports(parts: Sequence[Supports | None], lengths: Sequence[int]) -> Supports | None:
-    """Return the supports of sequences back to back; None where none of them leaves anything out.
-
-    Args:
-        parts: of each sequence; None where all are whole.
-    """
+    """Return the supports of sequences back to back, of which None is whole; None where none of them leaves anything out."""
     if all(part is None or (not part.words.size and part.are_whole.all()) for part in parts):
         return None
     known = [Supports.whole_vocabulary(length) if part is None else part for part, length in zip(parts, lengths, strict=True)]
@@ -98,11 +94,7 @@ def join_supports(parts: Sequence[Supports | None], lengths: Sequence[int]) -> S
 
 
 def check_supports(supports: object, tokens: np.ndarray) -> Supports:
-    """Return the supports of tokens [L].
-
-    Raises:
-        DataError: they are none, or one lacks its token; the message is the end of a sentence.
-    """
+    """Return the supports of tokens [L]; raises DataError, with the end of a sentence, if they are none or one lacks its token."""
     if not isinstance(supports, Supports):
         raise DataError(f"must be Supports, got {type(supports).__name__}")
     if len(supports) != len(tokens):
@@ -133,11 +125,7 @@ def pack_supports(supports: Supports) -> bytes:
 
 
 def unpack_supports(packed: bytes) -> Supports:
-    """Return the supports of bytes from `pack_supports`.
-
-    Raises:
-        DataError: the bytes are none.
-    """
+    """Return the supports of bytes from `pack_supports`; raises DataError if the bytes are none."""
     try:
         told = msgspec.msgpack.decode(zstandard.ZstdDecompressor().decompress(packed), type=_PackedSupports)
         forms, sizes, words = np.frombuffer(told.forms, np.uint8), _from_significance(told.sizes), _from_significance(told.words)

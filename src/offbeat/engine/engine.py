@@ -127,12 +127,7 @@ class EmbeddedEngine:
         return not self.asleep and self.num_scores_waiting > 0
 
     def submit(self, request: Request | ScoreJob) -> None:
-        """Queue a request.
-
-        Raises:
-            RefusedError: the request can never be served; the message says why.
-            BusyError: too many requests are waiting.
-        """
+        """Queue a request; raises RefusedError, with the reason, if it can never be served, BusyError if too many are waiting."""
         if isinstance(request, ScoreJob):
             self._scorer.submit(request)
         else:

@@ -224,9 +224,7 @@ def segment(slots: np.ndarray, *, fixed: bool = False) -> GatheredSegments:
         if count > length:
             add(slot, slot + 1, count - length)
     return GatheredSegments(
-        pieces,
-        index=np.append(index, order[~here]),
-        padding=np.append(padding, np.zeros(np.count_nonzero(~here), bool)),
+        pieces, index=np.append(index, order[~here]), padding=np.append(padding, np.zeros(np.count_nonzero(~here), bool)),
         slot=np.append(np.repeat(used, length), used[number[~here]]),
     )
 

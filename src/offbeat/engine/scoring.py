@@ -140,12 +140,7 @@ class Scorer:
         return {job.adapter for job in self._waiting}
 
     def submit(self, job: ScoreJob) -> None:
-        """Queue a request.
-
-        Raises:
-            RefusedError: the request can never be served; the message says why.
-            BusyError: too many requests are waiting.
-        """
+        """Queue a request; raises RefusedError, with the reason, if it can never be served, BusyError if too many are waiting."""
         self.check(job)
         if job.urgent:
             self._waiting.appendleft(job)

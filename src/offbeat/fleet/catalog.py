@@ -33,11 +33,7 @@ class Catalog:
         return self._published.get(name) or self._pinned.get(name)
 
     def find(self, adapter: str) -> Manifest:
-        """Return an adapter's current version, or the one of a name such as "coder@7".
-
-        Raises:
-            RefusedError: there is no such adapter or version.
-        """
+        """Return an adapter's current version, or the one of a name such as "coder@7"; raises RefusedError if there is none."""
         manifest = self.get(self._current.get(adapter, adapter))
         if manifest is None:
             current = self._current.get(adapter.rpartition("@")[0])  # the message names no other adapter, which may be another client's
@@ -91,11 +87,7 @@ class Catalog:
         self._published = {name: manifest for name, manifest in self._published.items() if manifest.adapter != adapter}
 
     def pin(self, manifest: Manifest) -> None:
-        """Add a version that stays until it is unpinned; pinning it again changes nothing.
-
-        Raises:
-            PublishError: the name stands for another folder.
-        """
+        """Add a version until it is unpinned; again changes nothing. Raises PublishError if the name stands for another folder."""
         known = self.get(manifest.name)
         if known is not None and (known.folder, known.fingerprint) != (manifest.folder, manifest.fingerprint):
             raise PublishError(f"{manifest.name} is {known.folder} and cannot become {manifest.folder}; a version is immutable")

@@ -93,9 +93,8 @@ class EngineGroup:
         reads_much = inside and not config.inference.devices_per_engine and bool(config.model.path)
         specs = [
             WorkerSpec(
-                name, _EMBEDDED if inside else _SERVER, log_dir / f"{name.replace(' ', '-')}.log",
-                threads=config.inference.threads, num_devices=config.inference.devices_per_engine,
-                env=huge_page_environment() if reads_much else {})
+                name, _EMBEDDED if inside else _SERVER, log_dir / f"{name.replace(' ', '-')}.log", threads=config.inference.threads,
+                num_devices=config.inference.devices_per_engine, env=huge_page_environment() if reads_much else {})
             for name in engine_names(config.inference.num_engines)]
         group = cls(config, launcher=launcher, specs=specs)
         with waiting_for("starting the engines", (spec.name for spec in specs)) as done:

@@ -98,8 +98,7 @@ async def open_fleet(
         stack.push_async_callback(_leave, pool, addresses.owner, timeout_s=config.inference.probe_timeout_s)
     judge = ProofJudge.of(config.weights.proof_tolerance, config.canary_dtype, config.inference.quantization, config.model.quantization)
     adapters = await stack.enter_async_context(AdapterCache(
-        pool, capacity=config.inference.max_adapters, judge=judge, timeout_s=config.weights.stage_timeout_s,
-        keep=config.weights.keep))
+        pool, capacity=config.inference.max_adapters, judge=judge, timeout_s=config.weights.stage_timeout_s, keep=config.weights.keep))
     dispatcher = make_dispatcher(pool, config.inference, adapters=adapters)
     publisher = AdapterPublisher(pool, adapters)
     return Fleet(

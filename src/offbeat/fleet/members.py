@@ -67,11 +67,7 @@ class Member:
         self.news = asyncio.Event()
 
     async def while_in_service(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`, unless a quarantine of the engine ends it first.
-
-        Raises:
-            EngineError: the engine is or was quarantined.
-        """
+        """Return the result of `work`; raises EngineError if a quarantine of the engine has ended it, or does so first."""
         stint = self.stint
         task, ended = asyncio.ensure_future(work), asyncio.ensure_future(stint.wait())
         try:

@@ -99,11 +99,7 @@ class Fanouts(ABC):
         raise AssertionError("a publish has failed, and its error is gone")
 
     async def settle(self, *, behind: int = 0) -> None:
-        """See `Publishing.settle`.
-
-        Raises:
-            PublishError: no engine, or too few, serve a version; gives each engine's reason.
-        """
+        """See `Publishing.settle`. Raises PublishError, with each engine's reason, if no engine, or too few, serve a version."""
         while self._tasks and (len(self._tasks) > behind or self._tasks[0].done()):
             task = self._tasks[0]
             with phase("waiting for engines to load the weights"):

@@ -47,8 +47,7 @@ class SamplingModel:
         return await self.dispatcher.generate(prompt, sampling, n=n, session=session, adapter=adapter, max_failures=self.max_failures)
 
     async def score(
-        self, adapter: str, tokens: tuple[int, ...], top_k: int, targets: tuple[tuple[int, ...], ...] | None,
-        draws: Draws | None = None,
+        self, adapter: str, tokens: tuple[int, ...], top_k: int, targets: tuple[tuple[int, ...], ...] | None, draws: Draws | None = None,
     ) -> PromptScore:
         """Score tokens with an adapter, or with the model itself for ""; see `Dispatcher.score`."""
         return await self.dispatcher.score(

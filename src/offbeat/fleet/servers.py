@@ -28,11 +28,7 @@ def server_command(
 
 
 def engine_python(config: EngineConfig) -> Path:
-    """Find the Python that starts the servers, and check that it has their package.
-
-    Raises:
-        ConfigError: it does not exist, or lacks the package.
-    """
+    """Find the Python that starts the servers; raises ConfigError if it does not exist, or lacks their package."""
     kind, python = config.inference.engine, _find_python(config)
     try:
         done = subprocess.run([str(python), "-c", _ASK_PACKAGE, kind], capture_output=True, timeout=_ASK_TIMEOUT_S, check=False)

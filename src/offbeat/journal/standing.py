@@ -39,12 +39,7 @@ class StoredGroup:
     place: RecordPlace
 
     def read(self) -> Group:
-        """Read the group.
-
-        Raises:
-            StorageError: the journal cannot be read.
-            DataError: it has changed since.
-        """
+        """Read the group; raises StorageError if the journal cannot be read, DataError if it has changed since."""
         record = decode_record(self.place.read())
         if not isinstance(record, GroupFinished):
             raise DataError(f"{self.place.path} has changed since it was opened")

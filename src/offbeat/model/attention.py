@@ -146,27 +146,15 @@ def build_plan(
     moved = len(query_index) > len(row) or (order[1:] < order[:-1]).any()
     prefixed = bool((segments.prefix >= 0).any())
     return AttentionPlan(
-        buckets=tuple(buckets),
-        query_index=upload(query_index, device) if moved else None,
-        key_index=upload(_joined(keys), device) if moved or prefixed else None,
-        restore=upload(restore, device) if moved else None,
-        longest_span=segments.longest_span,
-        varlen=VarlenPlan(segments, torch.device(device)) if seen is None else None,
-        context=context,
+        buckets=tuple(buckets), query_index=upload(query_index, device) if moved else None,
+        key_index=upload(_joined(keys), device) if moved or prefixed else None, restore=upload(restore, device) if moved else None,
+        longest_span=segments.longest_span, varlen=VarlenPlan(segments, torch.device(device)) if seen is None else None, context=context,
     )
 
 
 def packed_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    attention_plan: AttentionPlan | None = None,
-    **kwargs: Any,
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, sliding_window: int | None = None, attention_plan: AttentionPlan | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """One layer's attention, in the signature of transformers' AttentionInterface.
 

@@ -41,11 +41,7 @@ def _is_router(module: Any) -> bool:
 
 
 class RouteRecorder:
-    """Collects the experts that a model's routers choose in a forward pass.
-
-    Attributes:
-        num_ids: K, ids per token; 0 for a model without routers.
-    """
+    """Collects the experts that a model's routers choose in a forward pass: `num_ids` = K per token, 0 for a model without routers."""
 
     def __init__(self, model: nn.Module) -> None:
         routers = find_routers(model)

@@ -13,11 +13,7 @@ numbers where a rank's whole part of the vocabulary is outside."""
 
 
 def keep_within(logits_NV: Tensor, supports: Supports, *, start: int) -> Tensor:
-    """Set the logits outside of N supports to `OUTSIDE`, in place.
-
-    Args:
-        logits_NV: [N, V], of tokens `start` to `start` + V - 1.
-    """
+    """Set the logits [N, V] outside of N supports to `OUTSIDE`, in place; they are of tokens `start` to `start` + V - 1."""
     width = logits_NV.shape[1]
     rows, columns = np.repeat(np.arange(len(supports)), supports.sizes), supports.words.astype(np.int64) - start
     forms, here = supports.forms[rows], (columns >= 0) & (columns < width)

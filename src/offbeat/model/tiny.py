@@ -16,20 +16,10 @@ def build_tiny(folder: str | Path, *, tiny: TinyConfig, vocab_size: int, eos_tok
     and sizes give equal files. The global random state is not changed. Raises StorageError if the folder cannot be written.
     """
     config = Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=tiny.hidden_size,
-        num_hidden_layers=tiny.num_layers,
-        num_attention_heads=tiny.num_heads,
-        num_key_value_heads=tiny.num_kv_heads,
-        head_dim=tiny.head_dim,
-        intermediate_size=tiny.intermediate_size,
-        max_position_embeddings=tiny.max_positions,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=eos_token_id,
-        pad_token_id=pad_token_id,
-        dtype="float32",
-        architectures=["Qwen3ForCausalLM"],
+        vocab_size=vocab_size, hidden_size=tiny.hidden_size, num_hidden_layers=tiny.num_layers, num_attention_heads=tiny.num_heads,
+        num_key_value_heads=tiny.num_kv_heads, head_dim=tiny.head_dim, intermediate_size=tiny.intermediate_size,
+        max_position_embeddings=tiny.max_positions, tie_word_embeddings=True, bos_token_id=None, eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id, dtype="float32", architectures=["Qwen3ForCausalLM"],
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

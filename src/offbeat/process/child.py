@@ -104,8 +104,7 @@ class Child:
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "offbeat.process", spec.target, spec.name, str(theirs.fileno()), str(os.getpid()),
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                env=spec.environment, start_new_session=True,
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=spec.environment, start_new_session=True,
             )
         finally:
             theirs.close()

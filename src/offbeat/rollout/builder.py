@@ -74,11 +74,7 @@ class TrajectoryBuilder:
         return self
 
     def reward(self, value: float) -> Self:
-        """Add to the reward of the last turn.
-
-        Raises:
-            ValueError: nothing was generated yet.
-        """
+        """Add to the reward of the last turn; raises ValueError if nothing was generated yet."""
         if not self._turns:
             raise ValueError("a reward of a turn needs a turn; call generated() before reward(), or give it to finish()")
         last = self._turns[-1]

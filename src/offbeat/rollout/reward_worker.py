@@ -90,11 +90,7 @@ class RewardWorker:
         return RewardsLoaded(any(function.takes_group for function in self._functions))
 
     def _score_group(self, completions: Sequence[str], row: Row) -> tuple[ScoredCompletion, ...]:
-        """Score completions with all functions.
-
-        Raises:
-            WorkerError: memory ran out; this process must be ended.
-        """
+        """Score completions with all functions; raises WorkerError if memory ran out, after which this process must be ended."""
         assert self._functions, "score before load"
         try:
             found = [function.values(completions, row) for function in self._functions]

@@ -106,11 +106,7 @@ class KeptPlan:
 
 
 def read_plan(run_dir: Path) -> KeptPlan:
-    """Read `plan.json` from a run's folder.
-
-    Raises:
-        DataError: there is none, as in the folder of a run of a version that kept none, or it is damaged.
-    """
+    """Read `plan.json` from a run's folder; raises DataError if it is damaged or, as in runs of older versions, missing."""
     path = run_dir / PLAN_NAME
     if not path.exists() and (settings := run_dir / "config.toml").is_file():
         raise DataError(

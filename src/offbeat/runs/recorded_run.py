@@ -132,11 +132,7 @@ def replay(
 
 
 def recorded_config(run_dir: Path) -> Config:
-    """Read the settings of a run's last start, with everything that was chosen for it.
-
-    Raises:
-        ConfigError: the folder is not that of a run.
-    """
+    """Read the settings of a run's last start, with everything that was chosen for it; raises ConfigError in another folder."""
     file = run_dir / "config.toml"
     if not file.is_file():
         raise ConfigError(f"{run_dir} has no config.toml, so it is not the folder of a run; give one, such as runs/my-run")

@@ -125,8 +125,7 @@ class EngineRollouts:
         inputs = self.inputs
         prompt = tuple(render(row, inputs.tokenizer, self.config.data))
         check_length(
-            len(prompt), self.config.data, name=repr(str(row.prompt)[:40]), context=inputs.context,
-            max_new_tokens=sampling.max_new_tokens)
+            len(prompt), self.config.data, name=repr(str(row.prompt)[:40]), context=inputs.context, max_new_tokens=sampling.max_new_tokens)
         return Episode(
             row=row, prompt=prompt, group_size=group_size, sampling=sampling, generate=self._generate, score=self.user_code.rewards.score,
             tokenizer=inputs.tokenizer, context=inputs.context)

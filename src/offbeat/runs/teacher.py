@@ -46,8 +46,7 @@ async def open_teacher(stack: AsyncExitStack, config: RankConfig, inputs: RunInp
 async def _open_engine(stack: AsyncExitStack, teacher: TeacherConfig, inputs: RunInputs, data: DataConfig) -> EngineTeacher:
     http = await stack.enter_async_context(EngineSession())
     client = EngineClient(
-        "the teacher", teacher.url, http.session, dialect=MAKERS[teacher.engine].reader(),
-        api_key=os.environ.get(_KEY_VARIABLE, ""))
+        "the teacher", teacher.url, http.session, dialect=MAKERS[teacher.engine].reader(), api_key=os.environ.get(_KEY_VARIABLE, ""))
     engine = EngineTeacher(client, teacher)
     await engine.check(inputs.tokenizer, tuple(render(inputs.train.row(0), inputs.tokenizer, data)))
     return engine

@@ -42,9 +42,8 @@ class Checkpoints:
     """All checkpoints of all owners; `users` tell whether they need a folder, which is released when a need may have ended."""
 
     def __init__(
-        self, rows: Iterable[CheckpointRow], *, store: Store, usage: Usage, folder: Path,
-        on_removed: OnRemoved = lambda _: None, orphan_retention_s: float = 7 * 86400.0,
-        clock: Clock = steady_time,
+        self, rows: Iterable[CheckpointRow], *, store: Store, usage: Usage, folder: Path, on_removed: OnRemoved = lambda _: None,
+        orphan_retention_s: float = 7 * 86400.0, clock: Clock = steady_time,
     ) -> None:
         """Start from the stored rows, and charge their owners for the disk space.
 

@@ -192,8 +192,7 @@ def served_models(
         base_models.name, tokenizer, config.model.lora.alpha,
         WireLimits(vocab_size=limits.vocab_size, context=limits.context, max_images=max_images),
         stable_reinforce=config.serve.stable_reinforce, aliases=base_models.aliases,
-        sampled={name: WireLimits(vocab_size=_ANY_TOKEN, context=model.context) for name, model in others.items()},
-        images=images)
+        sampled={name: WireLimits(vocab_size=_ANY_TOKEN, context=model.context) for name, model in others.items()}, images=images)
 
 
 def open_record(folder: Path) -> RunRecord:

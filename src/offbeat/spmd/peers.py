@@ -142,11 +142,7 @@ class FollowingPublisher:
     followed: "Followed | None" = None
 
     async def publish(self, version: Version, *, on_served: OnServed) -> None:
-        """Contribute to a version and wait for rank 0; see `Publishing.publish`.
-
-        Raises:
-            PeerError: rank 0 failed.
-        """
+        """Contribute to a version and wait for rank 0; see `Publishing.publish`. Raises PeerError if rank 0 failed."""
         await self.trainers.write_weights(version, Path(), canary=self.canary)
         published = await _pass_published(self.peers, None, timeout_s=self.timeout_s)
         if published is not None:

@@ -232,11 +232,7 @@ def _join(config: Config, rank_info: RankInfo) -> ProcessGroups:
 
 
 async def _listen() -> None:
-    """Watch for failed peers while this rank waits for none of them, or is late itself; runs until cancelled.
-
-    Raises:
-        PeerError: a peer has failed.
-    """
+    """Watch for failed peers while this rank waits for none of them, or is late itself; until cancelled, or a PeerError."""
     while True:
         try:
             check_peers()

@@ -107,11 +107,7 @@ def share_limits(rollout: RolloutConfig, sft: SftConfig, rank_info: RankInfo) ->
 
 
 def share_rows(inputs: RunInputs, rank_info: RankInfo) -> RunInputs:
-    """Return the inputs with the rows that one head draws.
-
-    Raises:
-        DataError: there are fewer rows than heads.
-    """
+    """Return the inputs with the rows that one head draws; raises DataError if there are fewer rows than heads."""
     num_rows = inputs.train.num_rows
     if num_rows is not None and num_rows < rank_info.world:
         raise DataError(

@@ -126,10 +126,9 @@ class Board:
         now, mark, wait, work = time.monotonic(), phase.current(), self.wait, pulse.current()
         thread = wait.thread if wait else work.thread if work else mark.thread
         return RankStatus(
-            rank=self.rank, phase=mark.text, phase_s=now - mark.since_s, point=wait.name if wait else "",
-            keys=wait.keys if wait else (), n=wait.n if wait else 0,
-            waited_s=now - wait.since_s if wait else 0.0, last=self.last, last_s=now - self.last_s, inside=self.inside,
-            stack=phase.stack(thread), beat_age_s=now - self.beat_s, states=(), still_s=work.still_s if work else 0.0,
+            rank=self.rank, phase=mark.text, phase_s=now - mark.since_s, point=wait.name if wait else "", keys=wait.keys if wait else (),
+            n=wait.n if wait else 0, waited_s=now - wait.since_s if wait else 0.0, last=self.last, last_s=now - self.last_s,
+            inside=self.inside, stack=phase.stack(thread), beat_age_s=now - self.beat_s, states=(), still_s=work.still_s if work else 0.0,
             waits=work.waits if work else wait is not None)
 
     def leave_point(self, name: str) -> None:

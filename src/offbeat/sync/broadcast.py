@@ -43,11 +43,7 @@ class Spec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The torch.dtype of that name.
-
-        Raises:
-            ValueError: there is no such type.
-        """
+        """The torch.dtype of that name; raises ValueError if there is none."""
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{self.name!r} was offered as {self.dtype!r}, which is not a torch type")
@@ -92,11 +88,7 @@ class BroadcastGroup:
     """
 
     def __init__(self, backend: str, store: dist.Store, *, rank: int, world: int, timeout_s: float) -> None:
-        """Join the group; `timeout_s` bounds both the arrival of all members and each bucket.
-
-        Raises:
-            RuntimeError: not all members came in time.
-        """
+        """Join the group; `timeout_s` bounds each bucket, and the arrival of all members, without which it raises RuntimeError."""
         self._rank = rank
         self._timeout_s = timeout_s
         self._is_connected = False

@@ -34,11 +34,7 @@ class Fault:
 
 
 def parse(text: str) -> Fault | None:
-    """Parse a fault; None for an empty text.
-
-    Raises:
-        ConfigError: a field is missing, unknown or invalid.
-    """
+    """Parse a fault; None for an empty text. Raises ConfigError if a field is missing, unknown or invalid."""
     if not text:
         return None
     parts = [part.strip().partition("=") for part in text.split(",")]

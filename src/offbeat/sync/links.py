@@ -81,11 +81,7 @@ def reach(host: str, port: int, *, timeout_s: float, server: Card | None = None,
 
 
 def _wait_for_address(host: str, *, timeout_s: float) -> None:
-    """Ask for the address of a host until it has one.
-
-    Raises:
-        DeadlineError: it has none until shortly before `timeout_s` seconds have passed.
-    """
+    """Ask for the address of a host until it has one; raises DeadlineError if it has none shortly before `timeout_s` seconds are over."""
     give_up_s = time.monotonic() + timeout_s - 2 * _RESOLVE_S
     for attempt in itertools.count():
         try:

@@ -96,13 +96,8 @@ class Console:
         self._explained = self._hinted = False
         self._samples: MakeSamples | None = None
         self._progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
-            TextColumn("{task.percentage:>3.0f} %"),
-            TimeElapsedColumn(),
-            TextColumn("· {task.fields[left]}"),
-            console=self._rich,
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
+            TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn(), TextColumn("· {task.fields[left]}"), console=self._rich,
             expand=True,
         )
 

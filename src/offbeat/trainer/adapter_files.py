@@ -33,11 +33,7 @@ class AdapterState:
 
 
 def write_adapter_state(state: AdapterState, folder: Path) -> None:
-    """Write a checkpoint, replacing an existing one.
-
-    Raises:
-        StorageError: it cannot be written; an earlier checkpoint there is intact.
-    """
+    """Write a checkpoint in place of an existing one, which stays intact if it raises StorageError."""
     part = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     tensors = {
         f"{name}.{module}.{side}": tensor
@@ -54,11 +50,7 @@ def write_adapter_state(state: AdapterState, folder: Path) -> None:
 
 
 def read_adapter_state(folder: Path) -> AdapterState:
-    """Read a checkpoint.
-
-    Raises:
-        StorageError: there is no checkpoint, or it is damaged.
-    """
+    """Read a checkpoint; raises StorageError if there is none, or it is damaged."""
     pairs: dict[str, dict[str, dict[str, Tensor]]] = {name: {} for name in _PARTS}
     try:
         with safe_open(folder / FILE, framework="pt") as file:

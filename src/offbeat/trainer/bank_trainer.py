@@ -126,11 +126,7 @@ class BankTrainer(Trainer):
         self._enter(request.name, self._bank.put(self._on_all("load_adapter", read, request.folder)))
 
     def remove(self, request: AdapterNames) -> None:
-        """Remove adapters.
-
-        Raises:
-            ConfigError: there is no adapter of such a name.
-        """
+        """Remove adapters; raises ConfigError if there is none of such a name."""
         self._check(request.names)
         for name in request.names:
             slot = self._slots.pop(name)

@@ -128,9 +128,8 @@ def estimate_memory(model_config: Any, config: RankConfig, *, num_ranks: int, on
     kept = [min(size, 8 * PART_SIZE) for size in moments] if train.offload_optimizer else moments
     algorithm, teacher = config.algorithm, config.teacher.path if config.algorithm.teacher == "model" else ""
     return MemoryEstimate(
-        weights=weights, gathered=_largest_units(model) // parallel.tp if sharded else copies, gradients=4 * trained,
-        optimizer=kept[0], reference=4 * count // parts if algorithm.needs_reference and not lora.rank else 0,
-        critic=8 * count_critic + kept[1],
+        weights=weights, gathered=_largest_units(model) // parallel.tp if sharded else copies, gradients=4 * trained, optimizer=kept[0],
+        reference=4 * count // parts if algorithm.needs_reference and not lora.rank else 0, critic=8 * count_critic + kept[1],
         teacher=(2 if config.model.number_format == "bfloat16" else 4) * _count(teacher, count) // parts if teacher else 0,
         activations=int(activations * _AUTOCAST) if autocasts and (on_cpu or not use_fast_norms(model)) else activations,
         host=sum(moments) if train.offload_optimizer else 0)

@@ -61,8 +61,7 @@ class RowAdam:
             gradient.mul_((params.clip_norm / (torch.tensor(norm, device=gradient.device) + 1e-6)).clamp(max=1.0))
         adamw(
             [self._weights[row]], [gradient], [self.exp_avg[row]], [self.exp_avg_sq[row]], [], [self.steps[row]], fused=True, amsgrad=False,
-            beta1=params.beta1, beta2=params.beta2, lr=params.lr, weight_decay=params.weight_decay, eps=params.eps,
-            maximize=False)
+            beta1=params.beta1, beta2=params.beta2, lr=params.lr, weight_decay=params.weight_decay, eps=params.eps, maximize=False)
 
     @torch.no_grad()
     def try_update(self, row: int, gradient: Tensor, params: AdamParams, *, norm: float) -> bool:

@@ -25,12 +25,7 @@ class RewardTrainer(ValueTrainer):
 
     @classmethod
     def _load_model(cls, folder: str, config: RankConfig, divide: Divide | None) -> PreTrainedModel:
-        """See `ValueTrainer`.
-
-        Raises:
-            ConfigError: an adapter is to be trained.
-            ModelError: transformers could not load the exported model.
-        """
+        """See `ValueTrainer`; raises ConfigError with an adapter, ModelError if transformers could not load the exported model."""
         if config.model.lora.rank:
             raise ConfigError(
                 f"model.lora.rank must be 0 to train a reward model, got {config.model.lora.rank}; its head and all its weights are"

@@ -110,8 +110,7 @@ class CodePool:
     """
 
     def __init__(
-        self, role: CodeRole, *, num_processes: int, num_each: int = 1, log_dir: Path | None = None,
-        notes: Notes | None = None,
+        self, role: CodeRole, *, num_processes: int, num_each: int = 1, log_dir: Path | None = None, notes: Notes | None = None,
     ) -> None:
         """Prepare the pool; its processes start on entering it.
 

@@ -269,11 +269,7 @@ def _lock(folder: Path, how: int) -> int:
 
 
 def below(root: Path, name: str) -> Path:
-    """Return the path of a name below a folder.
-
-    Raises:
-        StorageError: the name is empty, or would lead somewhere else.
-    """
+    """Return the path of a name below a folder; raises StorageError if the name is empty, or would lead somewhere else."""
     parts = name.split("/")
     if "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise StorageError(f"{name[:200]!r} is not the name of a file in a folder that travels; names are relative, without '.' and '..'")

@@ -297,8 +297,7 @@ class RayLauncher:
     def from_config(cls, config: LauncherConfig, *, devices_taken: int = 0) -> Self:  # noqa: ARG003 (Ray deals devices out itself)
         return cls(
             address=config.cluster.ray_address, num_cpus=config.num_cores, start_timeout_s=config.cluster.start_timeout_s,
-            stop_timeout_s=config.cluster.stop_timeout_s,
-            wants_devices=config.wants_devices, scratch_dir=config.cluster.scratch_dir)
+            stop_timeout_s=config.cluster.stop_timeout_s, wants_devices=config.wants_devices, scratch_dir=config.cluster.scratch_dir)
 
     async def __aenter__(self) -> Self:
         logging.getLogger("ray").setLevel(logging.ERROR)  # its messages would mix with ours on the terminal

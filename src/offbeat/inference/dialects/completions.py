@@ -111,9 +111,8 @@ def _sample(choice: _Choice, adapter: str, num_top: int, unversioned: Version | 
         versions = _vector(told, np.int32)
     top = tuple(top_tokens(_by_id(row), num_top) for row in _TOP.decode(choice.logprobs.top_logprobs)) if num_top else ()
     return Sample(
-        tokens, _vector(choice.logprobs.token_logprobs, np.float32), versions, choice.text, choice.finish_reason or "",
-        top_logprobs=top, num_cached_tokens=num_cached,
-        routes=None if choice.routed_experts is None else unpack_routes(choice.routed_experts),
+        tokens, _vector(choice.logprobs.token_logprobs, np.float32), versions, choice.text, choice.finish_reason or "", top_logprobs=top,
+        num_cached_tokens=num_cached, routes=None if choice.routed_experts is None else unpack_routes(choice.routed_experts),
         supports=None if choice.supports is None else unpack_supports(choice.supports)).check()
 
 

@@ -73,8 +73,7 @@ class RequestGate:
 
         def note_end(status: int, detail: str) -> None:
             self._journal.note(
-                endpoint, http.url.path, request_id=request_id, owner=owner, status=status, seconds=time.monotonic() - start,
-                detail=detail)
+                endpoint, http.url.path, request_id=request_id, owner=owner, status=status, seconds=time.monotonic() - start, detail=detail)
 
         try:
             with ExitStack() as under_way:

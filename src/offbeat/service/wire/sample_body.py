@@ -100,11 +100,7 @@ class SampleBody(Body):
     prompt_logprobs_last_n: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
     def pieces(self, limits: WireLimits) -> tuple[Piece, ...]:
-        """Return the prompt's texts and images.
-
-        Raises:
-            BadRequestError: a chunk is neither, its image cannot be one, or there are too many.
-        """
+        """Return the prompt's texts and images; raises BadRequestError if a chunk is neither, its image is none, or there are too many."""
         pieces = tuple(_piece(f"prompt.chunks[{index}]", chunk, limits) for index, chunk in enumerate(self.prompt.chunks))
         check_count("prompt", pieces, limits)
         return pieces
@@ -123,11 +119,10 @@ class SampleBody(Body):
                 f"prompt_logprobs_last_n needs prompt_logprobs, and must be 1 to {len(prompt) - 1} for this prompt, got {last_n}")
         return SampleRequest(
             sampling_session_id=self.sampling_session_id, seq_id=self.seq_id, prompt=prompt, num_samples=self.num_samples,
-            max_tokens=params.max_tokens, seed=params.seed, stop=params.stops, temperature=params.temperature,
-            top_k=max(params.top_k, 0), top_p=params.top_p, prompt_logprobs=bool(self.prompt_logprobs),
-            topk_prompt_logprobs=self.topk_prompt_logprobs, topk_sample_logprobs=self.topk_sample_logprobs,
-            target_prompt_logprobs=self._targets(len(prompt), limits), prompt_alt_tokens_k=self.prompt_alt_tokens_k,
-            prompt_logprobs_last_n=last_n, num_patches=joined.num_patches)
+            max_tokens=params.max_tokens, seed=params.seed, stop=params.stops, temperature=params.temperature, top_k=max(params.top_k, 0),
+            top_p=params.top_p, prompt_logprobs=bool(self.prompt_logprobs), topk_prompt_logprobs=self.topk_prompt_logprobs,
+            topk_sample_logprobs=self.topk_sample_logprobs, target_prompt_logprobs=self._targets(len(prompt), limits),
+            prompt_alt_tokens_k=self.prompt_alt_tokens_k, prompt_logprobs_last_n=last_n, num_patches=joined.num_patches)
 
     def _targets(self, length: int, limits: WireLimits) -> SparseArray | None:
         """Return [length, K] int64. The request's rows start at the second position, because the first cannot be scored."""

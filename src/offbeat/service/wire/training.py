@@ -46,11 +46,7 @@ class ForwardBackward:
 
 @dataclass(frozen=True, eq=False)
 class UnreadPass:
-    """A request for a pass whose images have not been read.
-
-    Attributes:
-        images: of all datums, in order.
-    """
+    """A request for a pass whose images, of all datums in order, have not been read."""
 
     model_id: str
     seq_id: int
