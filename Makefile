@@ -27,7 +27,7 @@ export OMP_WAIT_POLICY := passive
 export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quickstart test test-drills test-wheel test-avx2 test-runs test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real test-templates cookbook verifiers test-verifiers test-agents smollm2 smolvision qwen check docs bench release gpu-check gpu-rehearse operator-schemas gpu-matrix faults soak chaos replays worlds clean bench-peers bench-peers-avx2
+.PHONY: help quickstart test test-drills test-wheel test-avx2 test-runs test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real test-templates cookbook verifiers test-verifiers test-agents smollm2 smolvision qwen check docs bench release gpu-check gpu-rehearse operator-schemas gpu-matrix faults soak soak-hours chaos replays worlds clean bench-peers bench-peers-avx2
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | sort
 
@@ -217,6 +217,9 @@ faults: $(DEV_STAMP)  ## damage files, change settings, run wrong user code, let
 
 soak: $(DEV_STAMP)  ## let tenants train, publish and sample for ten minutes while engines and adapters are hurt, and write docs/soak.md
 	$(BIN)/python tests/soak/run.py
+
+soak-hours: $(DEV_STAMP)  ## the same for six hours beside other work, in as many sittings as one likes: Ctrl-C ends one, the next call goes on
+	$(BIN)/python tests/soak/hours.py
 
 worlds: $(DEV_STAMP)  ## simulate 10,000 runs in virtual time while engines, processes and disks fail; WORLDS="--seed 4711" chooses; see docs/worlds.md
 	$(BIN)/python tests/worlds/run.py $(WORLDS)

@@ -77,7 +77,7 @@ NOISE = 0.5
 WARM_UP = OptimizerConfig(lr=3e-3, warmup_steps=20)
 WARM_UP_STEPS, WARM_UP_ROWS, WARM_UP_EVERY, WARM_TO = 300, 128, 10, 0.25
 """Most steps of a warm-up, rows of each, steps between evaluations, and the share of right samples that ends it."""
-RATES = {"all": 4e-4, "adapter": 3e-3}
+RATES = {"all": 4e-4, "adapter": 5e-4}
 LORA = {"rank": 16, "alpha": 32.0}
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
 """Student's t for 95 % intervals of a mean, by the number of seeds."""

@@ -75,6 +75,8 @@ class Ledger:
     Attributes:
         expected: by the adapter's name.
         seconds: of every operation that came to its end, by kind.
+        keep: versions of a tenant whose answers are kept, counted from the newest; 0 for all.
+        num_versions: of all tenants.
         num_tokens: compared with what was expected.
         num_idle: versions of tenants that were not trained since the one before.
         unhurt: quarantines of engines that nobody had hurt.
@@ -83,6 +85,8 @@ class Ledger:
     expected: dict[str, Expected] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    keep: int = 0
+    num_versions: int = 0
     num_tokens: int = 0
     num_idle: int = 0
     largest_gap: float = 0.0
@@ -92,6 +96,22 @@ class Ledger:
     failures: list[str] = field(default_factory=list)
     not_back: list[str] = field(default_factory=list)
     unhurt: list[str] = field(default_factory=list)
+
+    def expect(self, name: str, expected: Expected) -> None:
+        """A version of a tenant has to answer this."""
+        self.expected[name] = expected
+        self.num_versions += 1
+        tenant, version = split_adapter_name(name)
+        if self.keep:
+            self.expected.pop(adapter_name(tenant, version - self.keep), None)
+
+    def take_seconds(self) -> dict[str, list[float]]:
+        """Return the times since the last call."""
+        taken, self.seconds = self.seconds, {}
+        return taken
+
+    def num_complaints(self) -> int:
+        return sum(len(getattr(self, name)) for name in COMPLAINTS)
 
     def took(self, operation: str, seconds: float) -> None:
         """An operation came to its end."""
@@ -160,7 +180,7 @@ class Ledger:
         complaints = {name: getattr(self, name) for name in COMPLAINTS}
         return {
             "passed": not any(complaints.values()), **settings,
-            "tokens": self.num_tokens, "versions": len(self.expected), "idle_versions": self.num_idle,
+            "tokens": self.num_tokens, "versions": self.num_versions, "idle_versions": self.num_idle,
             **{name: {"count": len(found), "first": found[:5]} for name, found in complaints.items()},
             "largest_logprob_gap": self.largest_gap, "smallest_difference": self.smallest_difference(),
             "operations": {name: _spread(values) for name, values in self.seconds.items()},

@@ -30,6 +30,8 @@ from soak.work import GREEDY, PROMPT, Work
 
 ROOT = Path(__file__).parents[2]
 RUNS, RESULT, DOCUMENT = ROOT / "build" / "soak", ROOT / "build" / "soak.json", ROOT / "docs" / "soak.md"
+HOURS = "\n## Six hours\n"
+"""Heading of what `hours.py` writes, which stays."""
 SETTINGS = {
     "model__lora__rank": "4", "train__num_ranks": "2", "inference__probe_interval_s": "0.5", "inference__probe_timeout_s": "3",
     "inference__request_timeout_s": "20", "inference__heal_timeout_s": "60", "weights__stage_timeout_s": "20",
@@ -49,7 +51,8 @@ def main() -> int:
     result = asyncio.run(soak(
         RUNS, minutes=args.minutes, num_tenants=args.tenants, num_engines=args.engines, seed=args.seed, console=console))
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    DOCUMENT.write_text(document(result))
+    _, heading, kept = DOCUMENT.read_text().partition(HOURS)
+    DOCUMENT.write_text(document(result) + heading + kept)
     print(json.dumps(result))
     print(table(result))
     return 0 if result["passed"] else 1

@@ -29,9 +29,16 @@ HEAL_LIMIT_S = 90.0
 
 
 class FaultInjector:
-    """Works until the time is over."""
+    """Works until the time is over, or until it is told to stop."""
 
-    def __init__(self, adapters: Adapters, work: Work, ledger: Ledger, *, kinds: tuple[str, ...], seed: int) -> None:
+    def __init__(
+        self, adapters: Adapters, work: Work, ledger: Ledger, *, kinds: tuple[str, ...], seed: int, pause_s: float = PAUSE_S,
+        never_killed: str = "",
+    ) -> None:
+        """`never_killed` names an engine whose process lasts; it is stopped and slowed like the others."""
+        self.stop = asyncio.Event()
+        self._pause_s = pause_s
+        self._never_killed = never_killed
         self._adapters = adapters
         self._serving: Fleet = adapters.fleet
         self._work = work
@@ -40,10 +47,14 @@ class FaultInjector:
         self._rng = random.Random(seed)
 
     async def run(self, *, until_s: float) -> None:
-        """Every kind of fault in turn, at least once, and anew until `time.monotonic()` is `until_s`."""
+        """Every kind of fault in turn, at least once, and anew until `time.monotonic()` is `until_s`; `stop` ends it after a fault."""
         while True:
             for kind in self._rng.sample(self._kinds, len(self._kinds)):
-                await asyncio.sleep(PAUSE_S)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._pause_s):
+                        await self.stop.wait()
+                if self.stop.is_set():
+                    return
                 await (self._hurt_engine(kind) if kind in ENGINE_FAULTS else self._hurt_adapter(kind))
             if time.monotonic() >= until_s:
                 return
@@ -58,7 +69,8 @@ class FaultInjector:
             self._ledger.not_back.append(f"{HEAL_LIMIT_S:g} s after {after}: {states}")
 
     async def _hurt_engine(self, kind: str) -> None:
-        worker = self._rng.choice(self._serving.engines.workers)
+        workers = self._serving.engines.workers
+        worker = self._rng.choice([worker for worker in workers if kind != "kill" or worker.name != self._never_killed])
         process = psutil.Process(worker.pid)
         self._begin(kind, worker.name)
         await {"kill": self._kill, "stop": self._stop, "slow": self._slow}[kind](process, worker.name)

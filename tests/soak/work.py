@@ -47,11 +47,13 @@ OLDER = 0.2
 class Work:
     """The work of all tenants on `adapters`; leaves its records in `ledger`."""
 
-    def __init__(self, adapters: Adapters, ledger: Ledger, reference: Reference, *, seed: int) -> None:
+    def __init__(self, adapters: Adapters, ledger: Ledger, reference: Reference, *, seed: int, pace: float = 1.0) -> None:
+        """Pauses last `pace` times as long."""
         self.over = asyncio.Event()
         self._adapters = adapters
         self._ledger = ledger
         self._reference = reference
+        self._pace = pace
         self._rng = random.Random(seed)
         self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._damage: dict[str, Damage] = {}
@@ -95,13 +97,13 @@ class Work:
                 self._ledger.failures.append(f"publish of {tenant}: {reason or 'a damaged adapter is served'}")
         return reason
 
-    async def check_all(self) -> None:
-        """Ask every engine for every tenant's current version."""
+    async def check_all(self, *, everywhere: bool = True) -> None:
+        """Ask every engine for every tenant's current version; unless they are `everywhere`, those engines that hold it."""
         pool, adapters = self._adapters.fleet.pool, self._adapters.fleet.adapters
         for tenant in self._adapters.names:
             version = self._current(tenant)
             name = adapter_name(tenant, version)
-            if missing := pool.states.keys() - set(adapters.holders(name)):
+            if everywhere and (missing := pool.states.keys() - set(adapters.holders(name))):
                 self._ledger.not_back.append(f"{name} is not on {sorted(missing)}")
             for engine in adapters.holders(name):
                 (sample,) = await pool.client(engine).generate(PROMPT, GREEDY, n=1, timeout_s=LIMIT_S, adapter=name)
@@ -144,7 +146,7 @@ class Work:
             damage(folder)
         else:
             self._check_idle(manifest)
-            self._ledger.expected[manifest.name] = await asyncio.to_thread(self._reference.expect, folder, manifest.canary)
+            self._ledger.expect(manifest.name, await asyncio.to_thread(self._reference.expect, folder, manifest.canary))
             self._ledger.check_canary(manifest.name, fmean(manifest.canary_logprobs))
         return await self._publish_to_engines(manifest)
 
@@ -179,7 +181,7 @@ class Work:
 
     async def _pause(self, seconds: float) -> None:
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(self._pace * seconds):
                 await self.over.wait()
         except TimeoutError:
             return
