@@ -100,7 +100,7 @@ TOOLS = {"tools": [{"type": "function", "function": FUNCTION}]}
 @pytest.mark.parametrize(("body", "told"), [
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format of type 'json_schema' needs a schema"),
     ({"response_format": {"type": "grammar"}}, "response_format.type must be 'text', 'json_object' or 'json_schema', got 'grammar'"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, r"messages\[0\].content has a"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "must be a data URI, got 'x'"),
     ({"messages": [{"role": "oracle", "content": "x"}]}, r"messages\[0\].role must be one of system, .*got 'oracle'"),
     ({"messages": []}, "messages is empty"),
     ({"tools": [{"type": "web_search"}]}, "tools has one of type 'web_search'"),

@@ -113,8 +113,6 @@ def test_files_are_read_from_the_folder_that_is_named_alone(tmp_path: Path) -> N
     (lambda: anthropic(user(block(type="base64", data="?"))), r"is not in base64: '\?'"),
     (lambda: anthropic({"role": "user", "content": "?"}, {"role": "assistant", "content": [BLOCK]}, user(BLOCK)), "only messages of users"),
     (lambda: completions(user(image_url(), {"type": "text", "text": f"a {MARK}"})), r"a text with the character U\+FFFC, which stands for"),
-    (lambda: completions(user(image_url()), surface="service"), "has a part of type 'image_url', and models here read text alone"),
-    (lambda: anthropic(user(BLOCK), surface="service"), "has a block of type 'image', and models here read text alone"),
 ])
 def test_what_cannot_be_honoured_is_refused_in_a_sentence(read, told: str) -> None:
     with pytest.raises(RefusedError, match=told):

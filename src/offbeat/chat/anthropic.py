@@ -172,7 +172,7 @@ def _text_of_block(block: _Block, where: str, *, why: str) -> str:
 
 def _part_of(block: _Block, where: str, rules: ImageRules) -> str | ImageSource:
     """Return the text of a block, or its image."""
-    if block.type not in PART_KINDS or not rules.taken:
+    if block.type not in PART_KINDS:
         return _text_of_block(block, where, why="models here read text alone")
     source, where = block.source or {}, f"{where}, a block of type {block.type!r},"
     if source.get("type") == "base64":

@@ -44,11 +44,11 @@ class ChatDialect(Protocol):
     def __init__(self, surface: Surface = "engine", *, image_files: Path | None = None) -> None:
         """
         Args:
-            surface: chooses the column of the table of fields, such as "engine". The service takes no images.
+            surface: chooses the column of the table of fields, such as "engine".
             image_files: folder that paths of images may lead to; None refuses paths.
         """
         self._surface = surface
-        self._rules = ImageRules(surface != "service", image_files)
+        self._rules = ImageRules(image_files)
 
     def read(self, body: bytes) -> ChatRequest:
         """Read the body of a request; raises RefusedError, for status 400, if it is wrong or asks for something unsupported."""
@@ -209,7 +209,7 @@ def content_of(content: str | Sequence[ContentPart] | None, where: str, rules: I
         return Shown(content or "")
     parts: list[str | ImageSource] = []
     for at, part in enumerate(content):
-        if part.type not in PART_KINDS or not rules.taken:
+        if part.type not in PART_KINDS:
             parts.append(_text_of_part(part, where, why="models here read text alone"))
             continue
         address, detail = part.image_url, part.detail

@@ -24,9 +24,8 @@ _DETAILS = (None, "auto", "high", "original")
 
 @dataclass(frozen=True)
 class ImageRules:
-    """What a server takes as images: whether any, and the folder that paths of files may lead to; None refuses paths."""
+    """The folder that paths of images may lead to; None refuses paths."""
 
-    taken: bool = True
     files: Path | None = None
 
     def source_of(self, address: object, where: str) -> ImageSource:

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,22 @@ import pytest
 
 from http_serving import Client
 from image_models import file_of, make_folder, picture
+from image_world import score
+from offbeat.config.data import DataConfig
+from offbeat.config.train import TrainConfig
+from offbeat.data.image_sources import MARK, ImageSource
 from offbeat.data.image_store import FIRST_ID, ImageStore, images_folder
+from offbeat.data.prompt import render
+from offbeat.data.row import Row
+from offbeat.data.tokenizer import load_tokenizer
 from offbeat.errors import BusyError
 from offbeat.service.app.request_images import RequestImages
 from offbeat.service.errors import BadRequestError, OverLimitError
 from offbeat.service.wire.chunks import ImageChunk
+from offbeat.trainer.policy import load_policy
 from protocol import PROTOBUF, base_sampler, finished, model_of, pass_body, sample_body, session_of
 from shared_image_reader import ReaderInProcess, reader_in_process
-from small_service import SmallCluster, small_cluster
+from small_service import BASE, SmallCluster, small_cluster
 
 from .conftest import serve_on
 
@@ -201,6 +210,69 @@ def test_a_prompt_with_images_may_be_larger_than_one_of_text(seeing: SmallCluste
         assert text.status == 413 and "beside its images" in text.detail
 
     serve_on(seeing, tmp_path, images=reader)(body, max_body_bytes=2**25)
+
+
+def uri(data: bytes = ONE) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def chat_with(*images: str, **fields: Any) -> dict[str, Any]:
+    parts = [{"type": "image_url", "image_url": {"url": image}} for image in images]
+    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "how many?"}]}]
+    return {"model": BASE, "messages": messages, "temperature": 0, "max_tokens": 4, "return_token_ids": True, "logprobs": True} | fields
+
+
+def test_chats_of_three_apis_have_the_prompt_of_a_row_and_read_its_image_once(
+        seeing: SmallCluster, reader: SlowReader, folder: Path, tmp_path: Path) -> None:
+    data = file_of(picture(21))
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": base64.b64encode(data).decode()}}
+    said = {"model": BASE, "max_tokens": 4, "temperature": 0, "messages": [
+        {"role": "user", "content": [block, {"type": "text", "text": "how many?"}]}]}
+    item = {"role": "user", "content": [{"type": "input_image", "image_url": uri(data)}, {"type": "input_text", "text": "how many?"}]}
+
+    async def body(client: Client) -> None:
+        chat = await client.ask("POST", "/v1/chat/completions", chat_with(uri(data)))
+        assert chat.status == 200, chat.body
+        (choice,), prompt = chat.json["choices"], chat.json["prompt_token_ids"]
+        own = replace(load_tokenizer(str(folder)), images=reader_in_process(folder, tmp_path / "apart"))
+        row = Row([{"role": "user", "content": f"{MARK}how many?"}], "", images=(ImageSource(data=data),))
+        assert prompt == render(row, own, DataConfig()) and sum(token >= FIRST_ID for token in prompt) == 4
+        policy = load_policy(str(folder), config=TrainConfig(), images=reader.store.folder)
+        found = [token["logprob"] for token in choice["logprobs"]["content"]]
+        assert found == pytest.approx(np.asarray(score(policy, prompt, choice["token_ids"])).tolist(), abs=1e-4)
+        counted = await client.ask("POST", "/v1/messages/count_tokens", said)
+        message = await client.ask("POST", "/v1/messages", said)
+        response = await client.ask("POST", "/v1/responses", {"model": BASE, "input": [item], "max_output_tokens": 4, "temperature": 0})
+        assert counted.json == {"input_tokens": len(prompt)} and message.json["usage"]["input_tokens"] == len(prompt)
+        assert response.json["usage"]["input_tokens"] == len(prompt) and reader.num_made == 1
+        assert message.json["content"][0]["text"] == response.json["output"][0]["content"][0]["text"]
+
+    serve_on(seeing, tmp_path, images=reader)(body)
+
+
+@pytest.mark.parametrize(("images", "told"), [
+    ([uri(ONE[:80])], "the chat: image 1 cannot be decoded"), ([uri(), uri(b"no image")], "the chat: image 2 is no image in one of"),
+    (["https://example.org/a.png"], "nothing is fetched"), (["/etc/hostname"], "must be a data URI"),
+    ([uri()] * 5, "the chat has 5 images, allowed are 4 here; leave some out")])
+def test_a_bad_image_of_a_chat_is_one_sentence(
+        seeing: SmallCluster, reader: SlowReader, tmp_path: Path, images: list[str], told: str) -> None:
+    async def body(client: Client) -> None:
+        refused = await client.ask("POST", "/v1/chat/completions", chat_with(*images))
+        message = refused.json["error"]["message"]
+        assert refused.status in (400, 422) and told in message and "\n" not in message, refused.body
+
+    reader.limits = replace(reader.limits, in_data=False)
+    serve_on(seeing, tmp_path, images=reader)(body)
+
+
+def test_the_text_of_a_chat_with_images_has_the_bounds_of_one_without(seeing: SmallCluster, reader: SlowReader, tmp_path: Path) -> None:
+    async def body(client: Client) -> None:
+        many = await client.ask("POST", "/v1/chat/completions", {"model": BASE, "messages": [{"role": "user", "content": ""}] * 1_200_000})
+        assert many.status == 413 and "beside its images" in many.json["error"]["message"]
+        long = await client.ask("POST", "/v1/chat/completions", {"model": BASE, "messages": [{"role": "user", "content": "1" * (5 << 20)}]})
+        assert long.status == 400 and "shorten it" in long.json["error"]["message"]
+
+    serve_on(seeing, tmp_path, images=reader)(body, max_body_bytes=2**26)
 
 
 def test_ids_of_images_are_made_here_alone(seeing: SmallCluster, reader: SlowReader, tmp_path: Path) -> None:

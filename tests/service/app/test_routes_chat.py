@@ -23,6 +23,7 @@ from offbeat.service.app.app import make_app
 from offbeat.service.app.body import Bodies
 from offbeat.service.app.journal import Journal
 from offbeat.service.app.reply import Served
+from offbeat.service.app.request_images import RequestImages
 from offbeat.service.app.routes_chat import ChatRoutes
 from offbeat.service.futures import Futures
 from offbeat.service.keys import Keys
@@ -123,7 +124,8 @@ def scripted(
         (tmp_path / "keys.toml").write_text(KEYS)
         registry = CollectorRegistry()
         app = make_app(
-            ChatRoutes(sampling, cast(Library, None), served, replace(tokenizer, name="base")).endpoints, [],
+            ChatRoutes(
+                sampling, cast(Library, None), served, tokenizer=replace(tokenizer, name="base"), images=RequestImages(None)).endpoints, [],
             keys=Keys.load(tmp_path / "keys.toml"), bodies=Bodies(2**23), journal=Journal(registry),
             max_requests_of_one=max_requests_of_one)
         try:
@@ -232,6 +234,8 @@ def test_streams_are_whole_and_show_life_while_they_wait(tmp_path: Path, monkeyp
     ("/v1/chat/completions", {"stop": [*map(str, range(65))]}, 422, "stop"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 4096}]}, 422, "the chat must have 1 to 4096 tokens, got 4"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 2**22}]}, 413, "the body is larger than 4194304 bytes"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}]}]}, 400, "this model reads text alone here; send text"),
     ("/v1/responses", {"previous_response_id": "r"}, 400, "previous_response_id is not honoured"),
     ("/v1/responses", {"temperature": -1}, 422, "temperature must be"),
     ("/v1/messages", {"top_p": 0}, 422, "top_p must be"),

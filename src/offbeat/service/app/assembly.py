@@ -74,7 +74,7 @@ def open_front(
     registry.register(StatusCollector(status))
     endpoints = [
         *SamplingRoutes(service, sampling, served, reading).endpoints,  # requested most often, and routes are tried in order
-        *ChatRoutes(sampling, service.library, served, replace(tokenizer, name=served.base_model)).endpoints,
+        *ChatRoutes(sampling, service.library, served, tokenizer=replace(tokenizer, name=served.base_model), images=reading).endpoints,
         *CompletionRoutes(sampling, served, replace(tokenizer, name=served.base_model)).endpoints,
         *TrainingRoutes(service, served, reading).endpoints, *SessionRoutes(service, served).endpoints,
         *RestRoutes(service, exports).endpoints, archives.endpoint]

@@ -1,7 +1,7 @@
 """Endpoints of chats with an owner's samplers or the base model, for clients of OpenAI's and Anthropic's APIs, with tools.
 
-A chat is rendered and read here, and sampled as by `asample`: by the same queue, at the same cost, within the same limits. Answers are
-whole; a stream is sent when its answer is complete. A client that disconnects gives its samples up.
+A chat is rendered and read here, and sampled as by `asample`: by the same queue, at the same cost, within the same limits, its images read
+as those of a prompt there. Answers are whole; a stream is sent when its answer is complete. A client that disconnects gives its samples up.
 """
 
 import asyncio
@@ -19,14 +19,16 @@ from offbeat.chat.answering import Answering, Chat, answer_of
 from offbeat.chat.anthropic import Anthropic
 from offbeat.chat.completions import Completions
 from offbeat.chat.dialects import ChatDialect, list_models
-from offbeat.chat.messages import ChatAnswer
+from offbeat.chat.messages import ChatAnswer, ChatRequest
 from offbeat.chat.responses import Responses
 from offbeat.chat.sending import ChatResponse
 from offbeat.chat.shaping import Shaping
+from offbeat.chat.size import check_chat_size
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import ModelError, RefusedError
 from offbeat.inference.sampling import Sample
 from offbeat.service.app.reply import Call, Endpoint, Served, explain
+from offbeat.service.app.request_images import RequestImages
 from offbeat.service.engine_terms import top_rows
 from offbeat.service.errors import RequestError, outside
 from offbeat.service.ids import CheckpointPath
@@ -34,8 +36,9 @@ from offbeat.service.library import Library
 from offbeat.service.sampling import SamplingService
 from offbeat.service.tables import SamplerRow
 from offbeat.service.types import Caller, SampledSequence, SampleRequest
+from offbeat.service.wire.chunks import ImageChunk, count_patches
 from offbeat.service.wire.json_body import MAX_SAMPLE_BYTES, read_json
-from offbeat.service.wire.sample_body import SamplingBody, TopTokens
+from offbeat.service.wire.sample_body import MAX_IMAGE_SAMPLE_BYTES, SamplingBody, TopTokens, check_values
 from offbeat.telemetry.log import current_request
 
 T = TypeVar("T")
@@ -60,18 +63,21 @@ def at_vendors_paths(endpoints: list[Endpoint]) -> list[Endpoint]:
 
 
 class ChatRoutes:
-    def __init__(self, sampling: SamplingService, library: Library, served: Served, tokenizer: Tokenizer) -> None:
-        """`tokenizer` is the base model's, under a name that clients may see."""
+    def __init__(
+        self, sampling: SamplingService, library: Library, served: Served, *, tokenizer: Tokenizer, images: RequestImages,
+    ) -> None:
+        """`tokenizer` is the base model's, under a name that clients may see, and `images` reads what it has in place of images."""
         self._sampling = sampling
         self._library = library
         self._served = served
-        self._tokenizer = tokenizer
+        self._tokenizer = replace(tokenizer, images=served.images)
+        self._images = images
 
     @property
     def endpoints(self) -> list[Endpoint]:
         answering: list[tuple[str, ChatDialect]] = [
             ("/v1/chat/completions", Completions("service")), ("/v1/responses", Responses("service")), ("/v1/messages", _ANTHROPIC)]
-        limits = {"quiet": True, "max_body_bytes": MAX_SAMPLE_BYTES}
+        limits = {"quiet": True, "max_body_bytes": MAX_SAMPLE_BYTES if self._served.images is None else MAX_IMAGE_SAMPLE_BYTES}
         return at_vendors_paths([
             *(Endpoint("POST", path, partial(self._reply, dialect), write_error=dialect.error, **limits) for path, dialect in answering),
             Endpoint("POST", "/v1/messages/count_tokens", self._count, write_error=_ANTHROPIC.error, **limits),
@@ -84,11 +90,12 @@ class ChatRoutes:
         return Answering.of(self._tokenizer)
 
     async def _reply(self, dialect: ChatDialect, call: Call) -> Response:
-        asked = await said(call.read(dialect.read))
+        asked = await self._read(call, dialect)
         row = await self._find(call.caller, asked.model)
+        num_patches = await self._read_images(call.caller, asked)
         # Always off the event loop, because a small body may take long to render.
         chat = await said(call.beside(lambda: self._answering.prepare_chat(asked, dialect)))
-        samples = self._sampling.ask(call.caller, self._request(row, chat))
+        samples = self._sampling.ask(call.caller, self._request(row, chat, num_patches))
         readers, caller = call.readers, call.caller
 
         async def answer_asked() -> ChatAnswer:
@@ -100,8 +107,9 @@ class ChatRoutes:
         return ChatResponse(task, dialect, asked, explain=partial(explain, what=f"POST {call.http.url.path}"))
 
     async def _count(self, call: Call) -> Response:
-        asked = await said(call.read(_ANTHROPIC.read))
+        asked = await self._read(call, _ANTHROPIC)
         await self._find(call.caller, asked.model)
+        await self._read_images(call.caller, asked)
         num_tokens = await said(call.beside(lambda: self._answering.count(asked)))
         return Response(_ANTHROPIC.count(num_tokens), media_type="application/json")
 
@@ -112,17 +120,34 @@ class ChatRoutes:
         names = dict.fromkeys((self._served.base_model, *self._served.aliases), 0.0)
         return Response(list_models(names | paths), media_type="application/json")
 
+    async def _read(self, call: Call, dialect: ChatDialect) -> ChatRequest:
+        def read(body: bytes) -> ChatRequest:
+            check_values(body)
+            asked = dialect.read(body)
+            check_chat_size(asked, self._tokenizer, context=self._served.limits.context)
+            return asked
+
+        return await said(call.read(read))
+
+    async def _read_images(self, caller: Caller, asked: ChatRequest) -> int:
+        """Read the images of a chat, so that rendering finds them, and return their number of patches."""
+        if self._served.images is None:  # rendering refuses them
+            return 0
+        sources = [image for message in asked.messages for image in message.images]
+        chunks = [ImageChunk(f"the chat: image {number}", source.data, None) for number, source in enumerate(sources, start=1)]
+        return count_patches((await self._images.read(caller.owner, chunks)).values())
+
     async def _find(self, caller: Caller, model: str) -> SamplerRow:
         return await find_sampler(self._sampling, self._served, caller, model)
 
-    def _request(self, row: SamplerRow, chat: Chat) -> SampleRequest:
+    def _request(self, row: SamplerRow, chat: Chat, num_patches: int) -> SampleRequest:
         """Check a chat's settings and its length, and return its sampling request."""
         asked = chat.request
         self._served.limits.check_length("the chat", len(chat.prompt))
         return sample_request(
             row, chat.prompt, stops=chat.stops, stop_token_ids=chat.stop_token_ids, shaping=asked.shaping, ignore_eos=asked.ignore_eos,
             n=asked.n, max_tokens=asked.max_new_tokens, seed=asked.seed, temperature=asked.temperature, top_k=asked.top_k,
-            top_p=asked.top_p, top_logprobs=asked.top_logprobs)
+            top_p=asked.top_p, top_logprobs=asked.top_logprobs, num_patches=num_patches)
 
     def _read_answer(self, chat: Chat, row: SamplerRow, sequences: tuple[SampledSequence, ...]) -> ChatAnswer:
         replies = [self._answering.reply(chat, sample_of(sequence, row)) for sequence in sequences]
@@ -146,7 +171,7 @@ async def find_sampler(sampling: SamplingService, served: Served, caller: Caller
 
 def sample_request(
     row: SamplerRow, prompt: Sequence[int], *, stops: tuple[str, ...], stop_token_ids: tuple[int, ...], shaping: Shaping,
-    ignore_eos: bool, **params: Any,
+    ignore_eos: bool, num_patches: int = 0, **params: Any,
 ) -> SampleRequest:
     """Return the sampling request of a chat or a completion; settings that are None are left out.
 
@@ -157,7 +182,7 @@ def sample_request(
     return SampleRequest(
         row.id, secrets.randbits(62), tuple(prompt), num_samples=checked.n, max_tokens=checked.max_tokens, seed=checked.seed,
         stop=(*stops, *stop_token_ids) or None, temperature=checked.temperature, top_k=max(checked.top_k, 0), top_p=checked.top_p,
-        topk_sample_logprobs=checked.top_logprobs, ignore_eos=ignore_eos, shaping=shaping)
+        topk_sample_logprobs=checked.top_logprobs, ignore_eos=ignore_eos, num_patches=num_patches, shaping=shaping)
 
 
 async def said(work: Awaitable[T]) -> T:

@@ -116,5 +116,9 @@ def join(name: str, pieces: Sequence[Piece], images: ReadImages, *, limits: Wire
         if not isinstance(piece, ImageChunk):
             limits.check_ids(name, piece)
     of_image = np.repeat([isinstance(piece, ImageChunk) for piece in pieces], [len(each) for each in tokens])
-    distinct = {image.tokens.tobytes(): image.num_patches for image in found.values()}
-    return Joined(np.concatenate(tokens).astype(np.int32, copy=False), of_image, sum(distinct.values()))
+    return Joined(np.concatenate(tokens).astype(np.int32, copy=False), of_image, count_patches(found.values()))
+
+
+def count_patches(images: Iterable[ReadImage]) -> int:
+    """Return the patches of images, of one that occurs again once."""
+    return sum({image.tokens.tobytes(): image.num_patches for image in images}.values())

@@ -163,6 +163,11 @@ def read_sample(data: bytes, *, takes_images: bool) -> SampleBody:
     """
     if not takes_images:
         return read_json(SampleBody, data)
-    if len(data) > SampleBody.max_bytes and data.count(b",") > SampleBody.max_bytes // 2:
-        raise TooLargeError(f"the body may have at most {SampleBody.max_bytes} bytes beside its images; send less at once")
+    check_values(data)
     return read_json(SampleWithImages, data)
+
+
+def check_values(data: bytes) -> None:
+    """Raise TooLargeError if a body that images made large has more values than one of text may have."""
+    if len(data) > MAX_SAMPLE_BYTES and data.count(b",") > MAX_SAMPLE_BYTES // 2:
+        raise TooLargeError(f"the body may have at most {MAX_SAMPLE_BYTES} bytes beside its images; send less at once")
