@@ -90,7 +90,7 @@ class ChatRoutes:
         return Answering.of(self._tokenizer)
 
     async def _reply(self, dialect: ChatDialect, call: Call) -> Response:
-        asked = await self._read(call, dialect)
+        asked = await self._parse(call, dialect)
         row = await self._find(call.caller, asked.model)
         num_patches = await self._read_images(call.caller, asked)
         # Always off the event loop, because a small body may take long to render.
@@ -107,7 +107,7 @@ class ChatRoutes:
         return ChatResponse(task, dialect, asked, explain=partial(explain, what=f"POST {call.http.url.path}"))
 
     async def _count(self, call: Call) -> Response:
-        asked = await self._read(call, _ANTHROPIC)
+        asked = await self._parse(call, _ANTHROPIC)
         await self._find(call.caller, asked.model)
         await self._read_images(call.caller, asked)
         num_tokens = await said(call.beside(lambda: self._answering.count(asked)))
@@ -120,7 +120,7 @@ class ChatRoutes:
         names = dict.fromkeys((self._served.base_model, *self._served.aliases), 0.0)
         return Response(list_models(names | paths), media_type="application/json")
 
-    async def _read(self, call: Call, dialect: ChatDialect) -> ChatRequest:
+    async def _parse(self, call: Call, dialect: ChatDialect) -> ChatRequest:
         def read(body: bytes) -> ChatRequest:
             check_values(body)
             asked = dialect.read(body)
