@@ -54,8 +54,7 @@ def kept_pages() -> Iterator[None]:
     """Have glibc keep the pages that are freed during the body for later arrays, up to the process's own peak.
 
     The arrays of a step come and go. By default each large one is mapped anew, so that a fifth of the controller's CPU time goes into
-    pages that the kernel clears, and unmapping those of a large step holds up the event loop for 10 ms. Where the C library is not glibc,
-    nothing changes.
+    pages that the kernel clears, and unmapping those of a large step holds up the event loop for 10 ms. Without glibc nothing changes.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt") or not hasattr(libc, "gnu_get_libc_version"):

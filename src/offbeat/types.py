@@ -1,8 +1,7 @@
 """Names shared by all layers.
 
 Shape letters, used in names and docstrings everywhere: P prompts, G samples per prompt, N sequences, T packed tokens, V vocabulary,
-R ranks, A adapters. A *version* counts optimizer steps published; version 0 is the initial model. For example, `rewards_PG` is a [P, G]
-array.
+R ranks, A adapters. A *version* counts optimizer steps published; version 0 is the initial model. `rewards_PG`, say, is a [P, G] array.
 """
 
 from collections.abc import Callable

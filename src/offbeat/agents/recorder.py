@@ -1,8 +1,7 @@
 """Records the prompts and answers of one episode, token by token, while a client sees only messages.
 
 `Recorder` keeps a tree of answers. A request is matched with the answers that it repeats, and the prompt continues their tokens as they
-were sampled; a request that continues no answer is rendered as a whole and begins a chain of its own. Each answer is trained on in exactly
-one trajectory.
+were sampled; a request that continues no answer is rendered as a whole and begins a chain. Each answer is trained on in one trajectory.
 Called by `sessions`; no I/O. docs/recording.md describes the rules by which messages are recognised.
 """
 

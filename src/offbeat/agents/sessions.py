@@ -1,8 +1,7 @@
 """Episodes that are played over HTTP: who may record where, and how calls are treated that are repeated, given up or late.
 
 `ProxySessions` gives each episode a key that nobody can guess; whoever holds it records into that episode, and into no other. `Session`
-answers the calls of one episode through `recorder`. Called by `proxy` and by workflows, on one event loop; knows nothing of HTTP but its
-headers.
+answers the calls of one episode through `recorder`. Called by `proxy` and by workflows, on one event loop; of HTTP it knows only headers.
 """
 
 import asyncio

@@ -3,8 +3,7 @@
 A centre (the baseline) and a scale turn rewards into one number per episode, or per turn (`outcome_advantages`); `rewards_to_go` spreads
 it, and rewards of single tokens, over the tokens before; `whitened_tokens` and `whitened_sequences` bring the result to mean 0 and
 deviation 1 over a whole batch. With a critic, `gae` compares rewards with its values instead. Statistics are over rows with a finite
-reward, and count an episode once, even if it has several rows, such as one for each agent or turn. Called by `experience`; a preset is a
-choice of these.
+reward, and count an episode once, even if it has several rows, such as one for each agent or turn. Called by `experience`; presets choose.
 """
 
 import numpy as np

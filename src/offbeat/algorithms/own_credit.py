@@ -25,8 +25,7 @@ from offbeat.user_code.functions import blaming, resolve
 class SampleGroups:
     """N samples of a training step; the samples of one prompt are a group, and stand next to each other.
 
-    A sample is a trajectory; an episode may have several, which share a reward. Those that cannot be trained on, such as those whose reward
-    failed, are left out.
+    A sample is a trajectory; an episode may have several, which share a reward. Those that cannot be trained on are left out.
 
     Attributes:
         rewards: [N] float64, after bias, scale, clip and penalties; those of several names, and of turns, are added up.

@@ -20,8 +20,7 @@ def policy_batch(
         wrong = offbeat.Sample([7, 7], [-0.1, -2.2], [1, 1], "77", "stop")
         batch = offbeat.policy_batch([[5, 9], [5, 9]], [right, wrong], [0.7, -0.7])
 
-    Each token has its answer's advantage; the ratio compares with the log-probabilities that the engine has reported. Equal prompts are
-    computed once.
+    Each token has its answer's advantage; the ratio compares with the log-probabilities of the engine. Equal prompts are computed once.
 
     Args:
         prompts: token ids of each answer's prompt.

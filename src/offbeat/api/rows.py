@@ -91,8 +91,7 @@ def _records(rows: Any, argument: str) -> Iterator[Mapping[str, Any]]:
     """Yield each row as a mapping."""
     if isinstance(rows, Mapping):
         raise DataError(
-            f"{argument} must be rows, got a mapping of {', '.join(map(repr, list(rows)[:4]))}; give one of them, such as"
-            " dataset['train']")
+            f"{argument} must be rows, got a mapping of {', '.join(map(repr, list(rows)[:4]))}; give one of them, such as dataset['train']")
     narrow = _narrow_columns(rows)
     if hasattr(rows, "iter_rows"):  # a data frame of polars
         rows = map(without_filled_nulls, rows.iter_rows(named=True))

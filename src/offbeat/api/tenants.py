@@ -27,8 +27,7 @@ async def open_tenants(
             [answer] = await tenants.sample("alice", tenants.tokenizer.encode("31>"), offbeat.Sampling(max_new_tokens=4))
             print(answer.text)
 
-    docs/adapters.md describes the yielded object. examples/many_adapters.py trains sixteen adapters; examples/loop.py is a training loop to
-    change.
+    docs/adapters.md describes the yielded object. examples/many_adapters.py trains sixteen adapters; examples/loop.py is a loop to change.
 
     Args:
         model: folder or hub id of the base model, its tokenizer included.

@@ -1,8 +1,7 @@
 """The contents of a checkpoint: size and checksum of every file, recorded in the marker that makes it complete. Torch-free.
 
 The marker is one JSON object: the controller's state, `format`, `step`, `files`, and a `checksum` of all of it. `recover` checks for damage
-at two depths: `look` reads the marker and compares sizes, `read_through` reads every byte. This protects against disks and slips, not
-attackers.
+at two depths: `look` reads the marker and compares sizes, `read_through` reads every byte: against disks and slips, not attackers.
 """
 
 import hashlib

@@ -133,8 +133,7 @@ class AlgorithmConfig(Section):
     clip_high: float = field(0.2, "Upper bound of the ratio to the anchor: 1 + clip_high.", ge=0)
     dual_clip: float = field(
         0.0,
-        "Bound on the loss of tokens with negative advantage, as a multiple of |advantage| (arXiv:1912.09729); 0 is "
-        "off, else > 1.", ge=0)
+        "Bound on the loss of tokens with negative advantage, as a multiple of |advantage| (arXiv:1912.09729); 0 is off, else > 1.", ge=0)
     constants: dict[str, float | str] = field(
         {}, "Further constants of the objective, by name; those left out keep their defaults. Custom objectives receive all of them.")
     loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length", "prompt_mean"] = field(

@@ -315,8 +315,7 @@ def _explain(error: Any) -> str:
 def near_settings(name: str) -> list[str]:
     """Return the settings that a name without its section may mean; empty if none is near.
 
-    They are the counterpart of an argument of TRL, and settings with this last part, or with a last part or counterpart that is spelt
-    nearly so.
+    They are the counterpart of an argument of TRL, and settings whose last part, or counterpart, is this or spelt nearly so.
     """
     known = [key for key, _ in settings()]
     name = name.replace("-", "_")

@@ -84,8 +84,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType({
         " is also compared with other turns in the same state; workflows have to name states.",
         {**_PUBLISHED, "turn_credit": "state", "turn_gamma": 0.95}, "The paper adds a KL loss, which is off."),
     "gspo": Preset(
-        "2507.18071", "For mixtures of experts and long answers, where ratios of single tokens are noisy: there is one ratio per"
-        " sequence.",
+        "2507.18071", "For mixtures of experts and long answers, where ratios of single tokens are noisy: there is one ratio per sequence.",
         {**_PUBLISHED, "objective": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "loss_aggregation": "sequence_mean"}),
     "luspo": Preset(
         "2602.05261", "As gspo, where its answers become shorter than they should: long answers are weighted by their length.",

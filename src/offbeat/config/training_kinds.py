@@ -1,8 +1,7 @@
 """One kind of training: its names, its words in commands and messages, and where its lesson is. Torch-free.
 
 A kind is declared by its section of the configuration, as `training`; `config.root.TRAINING_KINDS` is the table of all, which command
-line, Python interface, run folders, learning rates, resumption and model cards read. The lesson, in `controller`, reads rows and makes
-batches.
+line, Python interface, run folders, learning rates, resumption and model cards read. The lesson, in `controller`, makes batches of rows.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """`report.html` of a run: one file that opens anywhere, with key figures, curves, a timeline, the configuration and the events.
 
-Called by `offbeat report` and at the end of a run. It reads only the files in the run's folder, so it also works while a run continues and
-after one has crashed.
+Called by `offbeat report` and at the end of a run. It reads only the files in the run's folder, also during a run and after a crash.
 """
 
 import json

@@ -1,8 +1,7 @@
 """Index of a run's rollouts in SQLite, so that hundreds of thousands of them can be filtered at once. Built by readers, never by the run.
 
 `rollouts/index.sqlite` lies beside its sources, such as `step-000010.jsonl.zst`. `update` adds files that are new or have changed, newest
-steps first, one file per transaction, so that several readers, and a run that goes on, do not disturb each other. Deleting it costs only
-time.
+steps first, one file per transaction, so that readers, and a run that goes on, do not disturb each other. Deleting it costs only time.
 """
 
 import sqlite3

@@ -1,7 +1,6 @@
 """The live page over HTTP: its files, and its queries of the runs. Read-only: every route takes GET alone.
 
-Charts and tables come as HTML from the functions of the report, which escape everything; rollouts come as JSON, and the page's script puts
-them in as text.
+Charts and tables come as HTML from the functions of the report, which escape everything; rollouts come as JSON, and are put in as text.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
 """Rows to train on and to evaluate with, opened from [data].
 
 `open_datasets` is called once at the start, for prompts; other kinds of rows are opened by `open_records`. A `stream.PromptStream` draws
-from a dataset. Promises: an index means the same row as long as the digest is the same, and no generated prompt that is trained on is ever
-a held-out one.
+from a dataset. An index means the same row as long as the digest is the same, and no generated prompt that is trained on is held out.
 """
 
 from collections.abc import Callable
@@ -164,8 +163,7 @@ def open_datasets(
         Rows to train on, and held-out rows (empty if `data.heldout_size` is 0).
 
     Raises:
-        DataError: nothing is configured, a source cannot be used, or more rows cannot than `data.max_unusable_rows`; every row is checked
-            here.
+        DataError: nothing is configured, a source cannot be used, or more rows cannot than `data.max_unusable_rows`; every row is checked.
         MissingExtraError: the source needs an optional dependency.
     """
     if config.task:

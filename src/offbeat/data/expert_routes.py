@@ -6,8 +6,7 @@ two layers with two experts per token each:
 
     [[3, 0, 7, 2], [255, 255, 255, 255]]      the second token is not known to have been computed
 
-An id takes one byte where a layer has up to 255 experts, and two where it has more. The largest number of the type stands for an unknown
-route.
+An id takes one byte where a layer has up to 255 experts, and two where it has more. The type's largest number stands for an unknown route.
 """
 
 import io

@@ -40,8 +40,7 @@ class KeptTrajectory:
     """A trajectory, with the step's columns for it. Arrays have one entry per token, [L]; names are those of `Trajectory`.
 
     Attributes:
-        rollout_logprobs: rounded to five digits, such as -0.69315; 0 where the policy did not generate, None where the engine reported no
-            number.
+        rollout_logprobs: rounded to five digits, such as -0.69315; 0 where the policy did not generate, None where the engine gave none.
         lengths: characters of `text` of each token, such as [1, 5, 2]; empty in files that have no texts.
         trained: whether the step's loss has a term for it. Others were left out: unusable, or of advantage 0.
         advantages: of generated tokens, 0 elsewhere; empty if `trained` is false.

@@ -45,8 +45,7 @@ class TurnEnd:
     Attributes:
         end: number of tokens of the trajectory up to there, such as 6. The turn begins where the one before it ends.
         reward: reward of this turn, besides the outcome of the episode.
-        state: names the state of the environment in which the call was made; calls of one group with equal states can be compared; "" with
-            none.
+        state: names the environment's state at the call; calls of one group with equal states can be compared; "" with none.
         order: position of the call in time among the calls of its episode's trajectories; equal ones stay in listed order.
     """
 

@@ -369,8 +369,7 @@ class EmbeddedEngine:
         """Serve a staged version; switching to the live one again changes nothing, unless other weights were staged under its number.
 
         Samples in flight continue under the new weights with their cache recomputed ("recompute") or as it is ("keep"), or finish first
-        under the old weights while no new ones start ("drain"). Returns a future of the duration in seconds, which with "drain" completes
-        after later steps.
+        under the old weights while no new ones start ("drain"). Returns a future of the duration in seconds; of "drain" after later steps.
 
         Raises:
             RefusedError: the version is not staged.

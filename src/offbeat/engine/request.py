@@ -1,8 +1,7 @@
 """Requests to the engine and their results: sampling parameters, requests, and outputs.
 
 A request is one prompt with n samples that share its prefill, or a `ScoreJob`, which samples nothing. The server, or
-`EmbeddedEngine.generate`, creates requests; the engine answers each sample with one `Output`, or with one per decode step when the request
-streams.
+`EmbeddedEngine.generate`, creates requests; the engine answers each sample with one `Output`, or with one per decode step of a stream.
 """
 
 from dataclasses import dataclass, field

@@ -121,8 +121,7 @@ class TextStream:
     def begin(self, ids: Sequence[int]) -> None:
         """Add the first tokens at once, whose text is not wanted; afterwards all is as if they had been pushed one by one.
 
-        The text of all but the last few is decoded once, and stop strings are looked for in it as a whole, so that thousands of tokens take
-        a millisecond.
+        The text of all but the last few is decoded and searched for stop strings once, as a whole: thousands of tokens take a millisecond.
         """
         assert not self._num_tokens, "a text begins once"
         head = [] if self._min_tokens else list(ids[: max(len(ids) - _NEWEST, 0)])

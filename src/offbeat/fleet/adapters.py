@@ -93,8 +93,7 @@ class AdapterCache:
         """Add a version that is about to be published; see `Catalog.add`.
 
         Raises:
-            PublishError: the name stands for another version, or did and is still in use; or the version is not newer than the adapter's
-                newest.
+            PublishError: the name stands for another version, or did and is still in use; or the adapter has a version as new.
         """
         self._check_unused(manifest.name)
         self.catalog.add(manifest, pinned=pinned)

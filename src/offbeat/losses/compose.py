@@ -44,8 +44,7 @@ def target_losses(
         index: [M] int64, ascending, indices of these targets among those of the batch, such as [0, 1, 5]. Where a loss is by sequence or by
             group, they are all targets of their sequences or groups.
         entropy: [M] float32 of these targets, with gradient, if a loss has an entropy term.
-        report: whether metrics are computed, for a batch with a single loss: one that reports metrics of its own, or over samples of a
-            policy.
+        report: whether metrics are computed, for a batch with one loss that reports metrics of its own, or is over samples of a policy.
     """
     if len(batch.losses) == 1:
         return _one_loss(logprobs, batch, index, batch.losses[0], entropy, report=report)

@@ -1,7 +1,6 @@
 """Reward models in the form of transformers, a sequence classifier with one label: loading, scoring texts, and the folder's format.
 
-The reward of a text is the label's logit at the last token that is not padding. Called by the reward model's process, and by the trainer
-that exports one.
+The reward of a text is the label's logit at the last token that is not padding. Called by its process, and by the trainer that exports one.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,7 @@
 """Spreads each training step's batch over the ranks, and learns from their times to spread the next one better.
 
 Used wherever a whole batch is available: by `WorkerRanks` in the controller, by rank 0 in SPMD mode. Torch-free, without I/O: the caller
-hands out the shards and returns the times. The spreading of a batch cannot change its loss or gradient, because every denominator is in
-the loss weights.
+hands out the shards and returns the times. The spreading of a batch cannot change its loss: every denominator is in the loss weights.
 """
 
 import threading

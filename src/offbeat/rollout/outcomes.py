@@ -87,8 +87,7 @@ class GroupListener(Protocol):
 class GroupFailure:
     """Why a group failed.
 
-    Another try, `again`, may succeed where engines, deadlines, rewards or samples failed, which differ each time; not for a prompt that
-    cannot be asked.
+    Another try, `again`, may succeed where engines, deadlines, rewards or samples failed; not for a prompt that cannot be asked.
     """
 
     error: Exception

@@ -1,7 +1,6 @@
 """Plays one group with the user's code: its workflow plays the episodes, and its filter says whether the group is trained on.
 
-Called by `executor`, which decides how many groups play at once, and settles each. Promises that an error of user code fails its own group
-alone.
+Called by `executor`, which decides how many groups play at once, and settles each. An error of user code fails its own group alone.
 """
 
 import asyncio

@@ -11,8 +11,7 @@ when all engines in service serve version a or a newer one may be trained on up 
 beside training, and nothing is admitted while an engine is more than eta versions behind. A step takes the B ready groups with the earliest
 deadlines, but only if the remaining groups can still meet theirs: for every deadline d, at most B * (d - version) unconsumed groups have a
 deadline <= d. Otherwise it waits for the urgent groups that still run. It gets them in the order of their admission, so that a batch of the
-same groups is the same batch, however long each of them took. Admission alone, as in AReaL, does not bound the staleness of
-stragglers.
+same groups is the same batch, however long each of them took. Admission alone, as in AReaL, does not bound stragglers' staleness.
 """
 
 from collections import Counter

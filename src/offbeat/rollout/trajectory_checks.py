@@ -143,8 +143,7 @@ def _false_certainties(group: Sequence[Trajectory]) -> list[tuple[int, str]]:
     """Find trajectories whose log-probabilities are all 0 although that is impossible; return their positions, each with the proof.
 
     A log-probability of 0 is a probability of 1. A confident policy, top_k = 1 or a single choice produce it, so by itself it is no error,
-    even for a whole answer. But then no other sample can have drawn a different token with any probability after the same tokens and under
-    the same version.
+    even for a whole answer. But then no other sample can have drawn a different token after the same tokens and under the same version.
     """
     certain = [i for i, t in enumerate(group) if not t.unusable and _is_certain(t)]
     if not certain:

@@ -35,8 +35,7 @@ class Sessions:
 
         Args:
             timeout_s: a session is silent after this long; stored sessions get this long from now.
-            retention_s: a session to which nothing belongs is forgotten after this long without a heartbeat, not counting time in which no
-                server ran.
+            retention_s: a session to which nothing belongs is forgotten so long after its last heartbeat, in time in which a server ran.
         """
         self.users: list[Callable[[], Iterable[str]]] = []
         self._rows = {row.id: row for row in rows}

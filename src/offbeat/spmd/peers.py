@@ -127,8 +127,7 @@ class Published:
 class FollowingPublisher:
     """Publishing on a rank that does not lead: it contributes its weights, and continues when rank 0 releases it.
 
-    Rank 0 does so when it has written the weights, or, where every rank rolls out, when engines serve them. This rank waits for as long as
-    rank 0 shows life.
+    Rank 0 does so when it has written the weights, or, where every rank rolls out, when engines serve them; it has as long as it lives.
 
     Attributes:
         timeout_s: time for rank 0 to write the weights, during which it may show no life.

@@ -1,8 +1,7 @@
 """The only place that knows which accelerator a process has.
 
 Worker code asks `current_platform` for a device, a backend or a synchronisation and never names a device type. A new accelerator is a new
-row of the table below. Nothing is looked up at import: the first use in a process decides, so that a launcher can restrict the visible
-devices first.
+row of the table below. Nothing is looked up at import but at a process's first use, so that a launcher can restrict the visible devices.
 """
 
 import ctypes

@@ -1,7 +1,6 @@
 """Snapshots of the trainee: consistent copies of the whole model, or of an adapter, to be published or exported.
 
-All ranks take a snapshot together; afterwards rank 0 writes it, or each rank its part (`parts`), so that no peer waits in a collective for
-a disk.
+All ranks take a snapshot together; afterwards rank 0 writes it, or each rank its part (`parts`): no peer waits in a collective for a disk.
 """
 
 from collections.abc import Mapping
@@ -59,8 +58,7 @@ class Snapshot(Protocol):
         Args:
             folder: written for engines that cannot be reached otherwise; None if engines see no folder of this machine.
             host, num_receivers, timeout_s: see `WeightBroadcast`, which may also raise.
-            since: an earlier snapshot, which engines know by the folder `base`: engines that have it are offered the changes since, where
-                these are smaller.
+            since: an earlier snapshot, which engines know by the folder `base`: those that have it are offered the changes, if smaller.
         """
         ...
 

@@ -43,8 +43,7 @@ class CodeRole:
         hides_secrets: whether other such variables are withheld.
         host: name or address that processes reach without a proxy, besides this machine's own.
         start_timeout_s: seconds to start a process, and to load.
-        blocked_timeout_s: seconds for which user code may block the event loop of a process, which is then replaced; 0 for processes that
-            have none.
+        blocked_timeout_s: seconds for which user code may block the event loop of a process, which is then replaced; 0 where there is none.
     """
 
     title: str

@@ -1,5 +1,4 @@
-"""The `ray` launcher: Ray places the workers, on one machine or many. Ray is an optional extra, which only this module and
-`ray_errors` import.
+"""The `ray` launcher: Ray, an extra that only this module and `ray_errors` import, places the workers, on one machine or many.
 
 An actor is the parent of one child process, the same as under the `local` launcher, so workers live, fail and die alike under both: an
 actor still answers when its child is stopped or dead. Errors cross as data.

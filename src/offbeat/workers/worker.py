@@ -2,8 +2,7 @@
 
 `ask_all` calls several at once that depend on each other, and finds the root cause when they fail.
 
-Requests and answers are frozen dataclasses, encoded by `data.wire`. A `WorkerService` is the other end: its public methods take one such
-argument.
+Requests and answers are frozen dataclasses, encoded by `data.wire`. A `WorkerService` is the other end: its public methods take one each.
 """
 
 import asyncio

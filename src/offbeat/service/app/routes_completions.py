@@ -1,7 +1,6 @@
 """POST /v1/completions: an owner's samplers and the base model continue texts and token ids, for clients of OpenAI's API.
 
-Every prompt of a body is a sampling request of its own, carried out as a chat is; see `routes_chat`. Bodies and answers have the engine's
-format.
+Every prompt of a body is a sampling request of its own, carried out as a chat is; see `routes_chat`. The format is the engine's.
 """
 
 import asyncio
