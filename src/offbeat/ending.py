@@ -187,7 +187,7 @@ def _frames_of(waiting: object) -> Iterator[tuple[FrameType, int]]:
         waiting = next((inner for name in ("cr_await", "ag_await", "gi_yieldfrom") if (inner := getattr(waiting, name, None))), None)
 
 
-def exit_within(code: int, *, seconds: float = EXIT_S, leave: Callable[[int], object] = os._exit) -> None:
+def exit_within(code: int, *, seconds: float = EXIT_S) -> None:
     """End this process with `code` unless it has exited by itself in so many seconds; says which threads it would have waited for."""
 
     def leave_late() -> None:
@@ -196,6 +196,6 @@ def exit_within(code: int, *, seconds: float = EXIT_S, leave: Callable[[int], ob
         places = "; ".join(map(place_of_thread, others)) or "a function that was registered with atexit"
         sys.stderr.write(f"offbeat: the process did not exit within {seconds:g} s, and is ended: {places}\n")
         sys.stderr.flush()
-        leave(code)
+        os._exit(code)
 
     threading.Thread(target=leave_late, name="exit", daemon=True).start()

@@ -43,7 +43,13 @@ _COMPARING = (REWARDS["exact_match"], REWARDS["math"])
 
 @dataclass(frozen=True)
 class Base:
-    """The model that is trained or adapted; fields as in `RunInputs`, whose `context` may be shorter."""
+    """The model that is trained or adapted.
+
+    Attributes:
+        model: folder of the initial model.
+        build: how rank 0 must first create that folder's weights; None where they exist.
+        context: longest sequence, in tokens: of the model, and of a run the engines'.
+    """
 
     model: str
     build: BuildRequest | None
@@ -62,13 +68,10 @@ class PairInputs:
 
 
 @dataclass(frozen=True)
-class RunInputs:
+class RunInputs(Base):
     """The inputs of a run, read before any process is started so that mistakes show at once.
 
     Attributes:
-        model: folder of the initial model.
-        build: how rank 0 must first create that folder's weights; None where they exist.
-        context: the engines' longest sequence, in tokens.
         sampling: settings as configured, with everything that ends a sample.
         supervision: how rows are imitated.
         num_dropped: number of training rows dropped because they are too long to imitate; of an endless dataset, among its first rows.
@@ -80,11 +83,6 @@ class RunInputs:
         unwritable: a sentence on answers that the model can never write; "" if there are none.
     """
 
-    model: str
-    build: BuildRequest | None
-    tokenizer_folder: str
-    tokenizer: Tokenizer
-    context: int
     sampling: Sampling
     train: PromptDataset
     heldout: PromptDataset

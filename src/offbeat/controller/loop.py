@@ -46,7 +46,7 @@ from offbeat.aio import run_beside, unless
 from offbeat.algorithms.coefficients import Coefficients
 from offbeat.algorithms.experience import batch_metrics, reference_stats
 from offbeat.config.algorithms import AlgorithmConfig
-from offbeat.controller.batches import MadeBatch, StepBatches
+from offbeat.controller.batches import StepBatches
 from offbeat.controller.best_model import BestModel
 from offbeat.controller.checkpoints import RunCheckpoints
 from offbeat.controller.diagnosis import Diagnosis
@@ -191,11 +191,14 @@ class _Training:
         groups = await self._take_groups(step, rollouts)
         if groups is None:
             return None
-        batch, own = await self._make_batch(groups, step)
+        with self._times.during("step/train_s", "advantage"):
+            batch, own = await self._batches.take(groups, step, self._algorithm)
         scored = await self._score(batch, groups, step)
         trained = await self._train(scored.batch, step, rollouts)
         record = self.rescue.left = partial(self._record_step, step, groups, scored, (trained, own), rollouts)
-        await self._publish_step(step, rollouts)
+        with self._times.during("step/publish_s", "publish", version=step.next_version):
+            rollouts.advance(step.next_version)
+            await self._publish(step.next_version, rollouts)
         return await record()
 
     @property
@@ -221,10 +224,6 @@ class _Training:
         with self._times.during("step/rollout_wait_s", "rollout", step=step.global_step):
             return await self._parts.peers.all_ready("rollouts", take_groups)
 
-    async def _make_batch(self, groups: Sequence[Group], step: LoopStep) -> MadeBatch:
-        with self._times.during("step/train_s", "advantage"):
-            return await self._batches.take(groups, step, self._algorithm)
-
     async def _score(self, batch: Batch, groups: Sequence[Group], step: LoopStep) -> ScoredBatch:
         await self._parts.turns.to_ranks(self._parts.publisher)
         if not self._algorithm.needs_scores:
@@ -240,11 +239,6 @@ class _Training:
             stats = await self._training.train(batch, step)
             self.rescue.end_step(step)
         return stats
-
-    async def _publish_step(self, step: LoopStep, rollouts: Rollouts) -> None:
-        with self._times.during("step/publish_s", "publish", version=step.next_version):
-            rollouts.advance(step.next_version)
-            await self._publish(step.next_version, rollouts)
 
     async def _publish(self, version: Version, rollouts: Rollouts | None = None) -> None:
         """Publish a version: return when it is written. When engines serve it, record the report and let `rollouts` know."""
