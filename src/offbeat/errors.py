@@ -165,10 +165,7 @@ def of_disk(exc: BaseException) -> StorageError | None:
 
 
 def first_line(exc: BaseException) -> str:
-    """Return the first line of another library's error, or the error's class name if it has no text.
-
-    Later lines are for that library's own developers.
-    """
+    """Return the first line of another library's error, since later ones are for its developers, or the error's class name."""
     return (str(exc).strip().splitlines() or [type(exc).__name__])[0].rstrip(".")
 
 

@@ -103,10 +103,7 @@ def work(name: str) -> Iterator[None]:
 
 
 def progress(at: str) -> None:
-    """Report that this thread has reached a place, such as the next micro-batch or file.
-
-    Places are in snake case. Fault drills hook into them.
-    """
+    """Report that this thread has reached a place in snake case, such as the next micro-batch or file; fault drills hook into it."""
     if own := _own():
         own._steps += 1
         own.at = at

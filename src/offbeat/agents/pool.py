@@ -55,10 +55,7 @@ class Seat:
 
 
 class PlayPool:
-    """A pool of processes that play one agent, environment or set of tools.
-
-    `tools` are described to models; they are known once the pool has been entered.
-    """
+    """A pool of processes that play one agent, environment or set of tools; once it is entered, `tools` are described to models."""
 
     def __init__(self, request: PlayLoadRequest, config: AgentConfig, *, log_dir: Path | None, notes: Notes | None = None) -> None:
         """Prepare the pool; its processes start on entering it.

@@ -158,10 +158,7 @@ class Recorder:
         return self.begin_turn(self.render(self.find_continuation(request)))
 
     def find_continuation(self, request: ChatRequest) -> Continuation:
-        """Find the answer that the request continues.
-
-        Raises RefusedError if the episode is past its limits, or the request asks for something unsupported.
-        """
+        """Find the answer that the request continues; raises RefusedError for unsupported requests, or an episode past its limits."""
         if self.num_turns + request.n > self._limits.max_turns:
             raise RefusedError(
                 f"this episode may have agent.max_turns = {self._limits.max_turns} answers and has had {self.num_turns}, so there is no"
@@ -173,10 +170,7 @@ class Recorder:
         return Continuation(request, opening, parent, num_known, history)
 
     def render(self, found: Continuation) -> Rendered:
-        """Render and tokenize a request, on any thread, since it reads nothing that changes.
-
-        Raises RefusedError or ModelError if the chat template refuses the messages.
-        """
+        """Render and tokenize a request, on any thread: it reads no state. Raises RefusedError or ModelError if the template fails."""
         request, parent = found.request, found.parent
         given = None if parent is None else self._continue(parent, request, found.num_known, found.opening)
         if given is None:

@@ -173,10 +173,7 @@ def _discounted(values: np.ndarray, *, offsets: np.ndarray, factors: np.ndarray)
 
 
 def _mean_and_std(values: np.ndarray, episodes: np.ndarray) -> tuple[float, float]:
-    """Return mean and standard deviation (over n - 1) of n episodes: values and their episodes, [N] each.
-
-    The deviation of fewer than two episodes, or of equal values, is 0.
-    """
+    """Return mean and deviation (over n - 1) of n episodes from values and their episodes, [N] each; 0 for n < 2 or equal values."""
     _, episode, sizes = np.unique(episodes, return_inverse=True, return_counts=True)
     weights = 1 / sizes[episode]
     mean = float((weights * values).sum() / max(len(sizes), 1))

@@ -150,9 +150,6 @@ def turn_of_tokens(trajectory: Trajectory) -> np.ndarray:
 
 
 def last_tokens(trajectory: Trajectory) -> np.ndarray:
-    """Return the last generated token up to the end of each turn, [C] int64, as a position among the generated tokens.
-
-    It is 0 for a turn before the first generated token.
-    """
+    """Return the last generated token up to each turn's end, [C] int64, as a position among these; 0 for a turn before the first."""
     ends = np.array([turn.end for turn in trajectory.calls], np.int64)
     return np.maximum(np.searchsorted(np.flatnonzero(trajectory.loss_mask), ends, side="left") - 1, 0)

@@ -47,10 +47,7 @@ def choose_tokens(loss: LossSpec, batch: Batch, *, prox_logprobs: np.ndarray, se
 
 
 def covariances(logprobs: np.ndarray, advantages: np.ndarray, counted: np.ndarray) -> np.ndarray:
-    """Return [M] float64, (A - mean A)(lp - mean lp) over the targets that are `counted` [M] bool.
-
-    It is minus infinity for others, and where lp is not finite.
-    """
+    """Return [M] float64, (A - mean A)(lp - mean lp) over targets that are `counted` [M] bool with finite lp; else minus infinity."""
     known = counted & np.isfinite(logprobs)
     found = np.full(len(logprobs), -np.inf)
     if known.any():

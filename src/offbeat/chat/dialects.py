@@ -89,10 +89,7 @@ class AnswerStream(Protocol):
         ...
 
     def pieces(self, index: int, pieces: Sequence[Piece], logprobs: Sequence[TokenLogprob] = ()) -> bytes:
-        """Write more of a reply.
-
-        `logprobs` are of the tokens since the last call; these may be more or fewer than the tokens of the pieces.
-        """
+        """Write more of a reply; `logprobs` are of the tokens since the last call, perhaps more or fewer than those of the pieces."""
         ...
 
     def close(self, index: int, reply: Reply) -> bytes:
@@ -176,10 +173,7 @@ def read_body(kind: type[T], data: bytes) -> T:
 
 
 def read_fields(kind: type[T], data: bytes, *, api: Api, surface: Surface) -> T:
-    """Decode a body of an API, and check that each of its fields is honoured. A field that is null is one that was left out.
-
-    Raises as `read_body` and `fields.check_fields`.
-    """
+    """Decode a body of an API, whose fields must be honoured or null as if left out; raises as `read_body` and `fields.check_fields`."""
     body = read_body(dict[str, Any], data)
     check_fields(api, surface, body)
     try:
@@ -201,10 +195,7 @@ def text_of(content: str | Sequence[ContentPart] | None, where: str) -> str:
 
 
 def content_of(content: str | Sequence[ContentPart] | None, where: str, rules: ImageRules) -> Shown:
-    """Return the text and the images of the content of a user's or a tool's message.
-
-    Raises RefusedError for a part that is neither, or an image that the rules do not allow.
-    """
+    """Return text and images of a user's or tool's message; raises RefusedError for other parts, or images against the rules."""
     if content is None or isinstance(content, str):
         return Shown(content or "")
     parts: list[str | ImageSource] = []
@@ -306,10 +297,7 @@ def model_entry(name: str, created: float) -> dict[str, Any]:
 
 
 def list_models(created: Mapping[str, float], more: Mapping[str, Mapping[str, Any]] | None = None) -> bytes:
-    """Write the answer of /v1/models.
-
-    Both are by the model's name: when it was made, in seconds since the epoch, and `more` keys of its description.
-    """
+    """Write the answer of /v1/models: by the models' names, when each was made, in seconds since the epoch, and `more` keys."""
     names = list(created)
     models = [{**model_entry(name, since), **(more or {}).get(name, {})} for name, since in created.items()]
     return msgspec.json.encode({

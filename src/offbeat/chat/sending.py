@@ -41,10 +41,7 @@ class Writer(Protocol):
 
 
 class ChatResponse(Response):
-    """Waits for the answer of a task and sends it.
-
-    `ended` is called once, with the status and the sentence of an error, before the last of the answer is sent.
-    """
+    """Waits for the answer of a task and sends it. Before the last of it, calls `ended` once, with the status and the error's sentence."""
 
     def __init__(
         self, task: "asyncio.Task[Any]", dialect: Writer, request: Asked, *, explain: Explain, leave: Hook | None = None,

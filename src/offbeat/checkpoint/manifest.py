@@ -100,10 +100,7 @@ def read_through(folder: Path) -> str:
 
 
 def file_digests(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file of a complete checkpoint as it was written, by name such as "ranks/__0_0.distcp".
-
-    Empty for a checkpoint from before there were checksums.
-    """
+    """Return the SHA-256 of each file of a complete checkpoint, by name such as "ranks/__0_0.distcp"; empty for old checkpoints."""
     return {name: about["sha256"] for name, about in _read_marker(folder).get("files", {}).items()}
 
 

@@ -257,10 +257,7 @@ def _given_twice(alias: str, name: str) -> str:
 
 
 def _inherited(section: Section) -> dict[str, Any]:
-    """Return the settings of a nested default that differ from its class's defaults, such as sft.optimizer.warmup_steps.
-
-    So a table that gives one key keeps the others.
-    """
+    """Return a nested default's differences from its class's: a table with one key keeps the others, as sft.optimizer.warmup_steps."""
     values: dict[str, Any] = {}
     for name, info in type(section).model_fields.items():
         default = getattr(section, name)

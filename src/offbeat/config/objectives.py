@@ -15,10 +15,7 @@ from offbeat.errors import ConfigError
 
 @dataclass(frozen=True)
 class Constant:
-    """A constant of an objective: its default, and its bounds or, if it is a word, all words that it can be.
-
-    Clients of the service may set it if `of_clients`.
-    """
+    """A constant of an objective: its default, and its bounds or possible words. Clients of the service may set it if `of_clients`."""
 
     default: float | str
     low: float = 0.0

@@ -162,10 +162,7 @@ class LoopPeers(Protocol):
         ...
 
     async def all_ready(self, name: str, work: Callable[[], Awaitable[T | None]]) -> T | None:
-        """Return the result of `work`, or None if it is None in any process. If it fails in one, all raise.
-
-        `work` has no deadline here; it sets its own.
-        """
+        """Return the result of `work`, which sets its own deadline; None if it is None in any process. If it fails in one, all raise."""
         ...
 
     def have_heard(self, error: BaseException) -> bool:

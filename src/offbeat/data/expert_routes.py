@@ -91,10 +91,7 @@ def pack_routes(routes: np.ndarray) -> bytes:
 
 
 def unpack_routes(packed: bytes) -> np.ndarray:
-    """Return the routes [L, K] of bytes from `pack_routes`, or of an array [L, layers, k] in numpy's file format, as vLLM sends them.
-
-    Raises DataError if the bytes are none.
-    """
+    """Return the routes [L, K] of bytes from `pack_routes`, or of vLLM's array [L, layers, k] as a numpy file, or raise DataError."""
     if packed.startswith(_NPY):
         return _read_npy(packed)
     try:

@@ -62,10 +62,7 @@ class MadeImage:
 
 
 class ImageReader:
-    """Reads images for a model, and keeps what it makes of them in a store.
-
-    Prompts have the token `token_id` once for each image before it is expanded.
-    """
+    """Reads images for a model, and stores what it makes of them. Prompts have `token_id` once for each image before it is expanded."""
 
     def __init__(self, model: str, store: ImageStore, limits: ImageLimits) -> None:
         """Nothing is started before an image is read; `images_for` checks that the model reads images."""

@@ -48,10 +48,7 @@ def parse_messages(value: Any, name: str, where: str, *, images: list[ImageSourc
 
 
 def chat_in(text: str, name: str, where: str) -> list[Any] | None:
-    """Return the chat of a JSON text; None if it is other text.
-
-    Raises DataError for a chat as Python prints it, such as "[{'role': ...", which is not read.
-    """
+    """Return the chat of a JSON text, or None; raises DataError for a chat as Python prints it, such as "[{'role': ..."."""
     if _PYTHON.match(text):
         raise DataError(
             f"{where}: field {name!r} holds a chat as Python prints it, which is not JSON: {text[:60]!r}; write it with json.dumps, or the"

@@ -183,10 +183,7 @@ class PairEncoder:
         return pair if self.fits(pair, needed, "all of its answers", name=name) else None
 
     def fits(self, pair: EncodedPair, needed: int, answers: str, *, name: str) -> bool:
-        """Whether the context holds each answer, and a forward pass the `needed` tokens; False where the pair is to be dropped.
-
-        Raises DataError where it is to be refused.
-        """
+        """Whether the context holds each answer, and a pass the `needed` tokens; else the pair is dropped, or refused with a DataError."""
         longest = max(len(tokens) for tokens, _ in pair.sequences)
         if longest <= self.context and needed <= self.max_row_tokens:
             return True
@@ -199,10 +196,7 @@ class PairEncoder:
         raise DataError(f'{name} {what}; shorten it, or set sft.too_long = "drop"')
 
     def draw(self, stream: PromptStream[Preference], count: int) -> list[tuple[int, EncodedPair]]:
-        """Encode the next `count` rows that are not dropped, each with its index in the dataset.
-
-        Raises as `encode`, or DataError if far too many are dropped.
-        """
+        """Encode the next `count` rows that are not dropped, each with its index; raises as `encode`, or DataError if far too many are."""
 
         def encode(row: Preference, name: str) -> list[EncodedPair]:
             pair = self.encode(row, name=name)
@@ -211,10 +205,7 @@ class PairEncoder:
         return [(index, pair) for index, [pair] in draw_kept(stream, count, encode, limit="too long")]
 
     def check(self, dataset: Dataset[Preference]) -> int:
-        """Encode every row before a run begins, and return the number of rows that will be dropped.
-
-        Raises as `encode`, and DataError if every row would be dropped.
-        """
+        """Return how many rows will be dropped, encoding all before a run begins; raises as `encode`, or DataError if all would be."""
         count = dataset.num_rows
         assert count is not None, "preferences come from files, which have an end"
         num_dropped = sum(self.encode(dataset.row(index), name=dataset.where(index)) is None for index in range(count))

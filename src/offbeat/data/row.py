@@ -128,10 +128,7 @@ def chat_of(prompt: Prompt) -> tuple[Message, ...]:
 
 
 def with_images(row: Row, found: Sequence[ImageSource | None], column: tuple[ImageSource, ...], where: str) -> Row:
-    """Return a row with its images, each with a mark in the prompt; `found` are those in its messages, and `column` those beside it.
-
-    Raises as `place_images`.
-    """
+    """Return a row with its images, `found` in messages or in the `column`, each with a mark in the prompt; raises as `place_images`."""
     if not found and not column:
         return row
     chat = chat_of(row.prompt)

@@ -134,10 +134,7 @@ class KeptFile:
 
 @dataclass(frozen=True, order=True)
 class Address:
-    """Address of a trajectory among a run's rollouts, e.g. "12.3.0": step 12, group 3 of its file, trajectory 0 of the group.
-
-    "12r.3.0" is in the file of rejected groups.
-    """
+    """Address of a run's trajectory: "12.3.0" is step 12, group 3 of its file, trajectory 0; "12r.3.0" is in the rejected groups' file."""
 
     step: int
     is_rejected: bool

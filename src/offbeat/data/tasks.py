@@ -100,10 +100,7 @@ def _countdown(rng: random.Random, size: int) -> Row:
 
 
 def _moves(a: int, b: int) -> list[tuple[int, str]]:
-    """Return the results of a and b, a >= b >= 1, that are whole, positive and small, such as (8, "+") of 6 and 2.
-
-    Never empty: a - b if they differ, else a / b.
-    """
+    """Return the results of a and b, a >= b >= 1, that are whole, positive and small, e.g. (8, "+") of 6 and 2. There always is one."""
     moves = [(a + b, "+"), (a - b, "-"), (a * b, "*")] + ([(a // b, "/")] if a % b == 0 else [])
     return [(value, sign) for value, sign in moves if 0 < value <= _LARGEST_TARGET]
 

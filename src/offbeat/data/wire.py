@@ -87,10 +87,7 @@ def encode_json(value: Any) -> bytes:
 
 
 def decode_json(kind: type[T], data: bytes | str) -> T:
-    """Decode bytes from `encode_json`. JSON lists have no dtype: the dataclass sets it in `__post_init__`.
-
-    Raises DataError if the text does not describe a `kind`.
-    """
+    """Decode bytes from `encode_json`; the dataclass's `__post_init__` sets dtypes. Raises DataError if the text describes no `kind`."""
     try:
         return msgspec.json.decode(data, type=kind, dec_hook=lambda _, v: np.asarray(v))
     except (msgspec.DecodeError, ValueError) as exc:

@@ -72,10 +72,7 @@ class EngineAdapters:
     # -- loading and unloading ---------------------------------------------------------------------------------------------------------
 
     def has(self, name: str, folder: str) -> bool:
-        """Whether the adapter is held already; if it was being unloaded, it stays.
-
-        Raises RefusedError if the name is not valid, or is bound to another folder.
-        """
+        """Whether the adapter is held; one that was being unloaded stays. Raises RefusedError for a bad name, or another folder's."""
         if not 0 < len(name) <= MAX_NAME:
             raise RefusedError(f"an adapter's name has 1 to {MAX_NAME} characters, got {name[:MAX_NAME]!r}")
         held = self._held.get(name)

@@ -410,10 +410,7 @@ class EmbeddedEngine:
         pending.done.set_result(self.switch_s)
 
     def fingerprinter(self) -> tuple[Version, Callable[[], str]]:
-        """Return the live version and a function that computes the fingerprint of its weights, on any thread.
-
-        Raises EngineError if it sleeps.
-        """
+        """Return the live version and a function that computes its fingerprint on any thread; raises EngineError if the engine sleeps."""
         if self.asleep:
             raise EngineError("it sleeps, and its memory is free for others; wake it, or switch to a version")
         return self.version, self._forward.fingerprinter()

@@ -38,10 +38,7 @@ S = TypeVar("S", PrefillStep, DecodeStep)
 
 @dataclass(frozen=True, eq=False)
 class ScoreStep:
-    """A pass over whole sequences that stores nothing.
-
-    Tokens attend up to the positions `seen` [N, L] int64, which may be later ones; None is causal.
-    """
+    """A pass over whole sequences that stores nothing; tokens attend up to the positions `seen` [N, L] int64, or causally if None."""
 
     seen: Tensor | None = None
 

@@ -21,10 +21,7 @@ _NO_IDS = np.zeros(0, np.int64)
 
 
 def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of each word, both right after other text and after a space.
-
-    A word with a character that the tokenizer does not know cannot appear, and has none.
-    """
+    """Return the tokens of each word, after other text and after a space; none of one with a character that the tokenizer lacks."""
     known = [before + word for word in words if not tokenizer.unknown_in(word) for before in ("", " ")]
     written = [tuple(tokenizer.encode_continuation(word)) for word in known]
     return tuple(dict.fromkeys(ids for ids in written if ids and tokenizer.unknown_id not in ids))

@@ -48,10 +48,7 @@ class HttpServer(BoundedServer):
 
 
 def refusal(http: HttpRequest, key: str) -> Refusal | None:
-    """Return the reason not to serve this client, or None if it may be served.
-
-    The key may also come in the header of Anthropic's older clients.
-    """
+    """Return the reason not to serve this client, or None; older clients of Anthropic send the key in a header of their own."""
     if key:
         given = bearer_key(http.headers.get("authorization", "")) or http.headers.get("x-api-key", "")
         if secrets.compare_digest(given.encode(), key.encode()):

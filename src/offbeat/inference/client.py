@@ -122,10 +122,7 @@ class EngineClient:
         self, tokens: tuple[int, ...], *, adapter: str = "", top_k: int = 0, targets: tuple[tuple[int, ...], ...] | None = None,
         draws: Draws | None = None, timeout_s: float,
     ) -> PromptScore:
-        """Score given tokens with the adapter of that name, or with the base model if `adapter` is empty.
-
-        `ScoreRequest` describes the arguments; errors as of `generate`.
-        """
+        """Score tokens with the adapter, or the base model if it is ""; see `ScoreRequest` for arguments and `generate` for errors."""
         async with self._asking("score", timeout_s, clock=self._clock):
             return await self._dialect.score(self, ScoreRequest(tokens, top_k, targets, draws), adapter=adapter)
 

@@ -156,10 +156,7 @@ class JournalStanding:
     heard: dict[str, _Heard] = field(default_factory=dict)
 
     def follow(self, records: Iterable[Stored]) -> None:
-        """Take up the records in order.
-
-        Raises DataError if one does not follow from those before it, because they are not of this checkpoint.
-        """
+        """Take up the records in order; raises DataError if one, of another checkpoint, does not follow from those before it."""
         for stored in records:
             self._take_up(stored)
 

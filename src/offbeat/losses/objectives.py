@@ -84,10 +84,7 @@ def sapo(targets: Targets, trained: Tensor) -> Tensor:
 
 
 def gmpo(targets: Targets, trained: Tensor) -> Tensor:
-    """Compute the policy gradient loss [M], weighted by the geometric mean of a sequence's clipped ratios.
-
-    Each target has the loss of its whole sequence.
-    """
+    """Compute the policy gradient loss [M], weighted by the geometric mean of a sequence's clipped ratios; equal for all its targets."""
     gaps = current_log_ratio(targets.logprobs, targets.anchor)
     gaps = torch.where(trained, gaps, gaps.detach())
     low, high = targets.constants["clip_low"], targets.constants["clip_high"]

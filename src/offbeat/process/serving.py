@@ -191,10 +191,7 @@ class _Server:
 
 
 def die_with_parent(parent: int) -> None:
-    """Arrange on Linux that the kernel kills this process when the parent dies, even while native code holds the interpreter lock.
-
-    Other systems rely on the lifeline.
-    """
+    """Have Linux kill this process when the parent dies, even in native code with the interpreter lock; elsewhere the lifeline does."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

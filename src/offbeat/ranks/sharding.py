@@ -34,10 +34,7 @@ class Sharder:
     """
 
     def __init__(self, config: RankConfig, *, num_ranks: int, prior: CostModel) -> None:
-        """`prior` is the cost model until times have been observed.
-
-        Ranks that compute the same rows by [train.parallel], such as 0 and 1 with tp = 2, get the same share.
-        """
+        """`prior` is the cost model until times are known. Ranks that compute the same rows, such as 0 and 1 with tp = 2, get one share."""
         self._train = config.train
         self._balance = config.rollout.balance_batch
         self._ranks_per_share = config.train.parallel.ranks_per_share
@@ -60,10 +57,7 @@ class Sharder:
         return self._given or self._fit.model
 
     def balance_by(self, cost: CostModel | None) -> None:
-        """Balance by this cost model from now on, so that a step that is computed again gets the shares that it had.
-
-        None is the fitted one.
-        """
+        """Balance by this cost model from now on, so that a step computed again gets the same shares; None is the fitted one."""
         self._given = cost
 
     def shards(self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int, ahead: bool = False) -> list[TrainStep]:

@@ -58,10 +58,7 @@ class TrajectoryBuilder:
         return self
 
     def generated(self, sample: Sample, *, order: int = 0) -> Self:
-        """Add a sample that continues `tokens`; it ends a turn.
-
-        `order` is `TurnEnd.order`, for episodes of several trajectories that were played in turns.
-        """
+        """Add a sample that continues `tokens` and ends a turn; `order` is `TurnEnd.order`, for trajectories that were played in turns."""
         mask = np.ones(len(sample.tokens), np.bool_)
         self._add(sample.supports, sample.tokens, mask, sample.token_logprobs, sample.token_versions)
         if sample.routes is not None and (routes := sample.routes[self._num_routed : len(self)]).size:

@@ -85,10 +85,7 @@ class GroupListener(Protocol):
 
 @dataclass(frozen=True)
 class GroupFailure:
-    """Why a group failed.
-
-    Another try, `again`, may succeed where engines, deadlines, rewards or samples failed; not for a prompt that cannot be asked.
-    """
+    """Why a group failed; another try, `again`, may succeed with other engines or samples, unless the prompt cannot be asked."""
 
     error: Exception
     kind: Kind

@@ -132,10 +132,7 @@ class Gate:
         return chosen
 
     def take_ahead(self) -> list[Key] | None:
-        """Take the B groups of the step after the one in training; None while that has to wait, or while no step is in training.
-
-        They are in training after `advance`.
-        """
+        """Take the next step's B groups, in training after `advance`; None while they have to wait, or no step is in training."""
         assert not self.ahead, "the step after the one in training is taken once"
         if not self.training:
             return None
@@ -144,10 +141,7 @@ class Gate:
         return chosen
 
     def too_slow(self) -> list[Key]:
-        """Return the running groups that alone hold up a full batch, for `on_stale = "requeue"`.
-
-        They are to be cancelled, and their prompts drawn again.
-        """
+        """Return the running groups that alone hold up a full batch, to be cancelled and drawn again for `on_stale = "requeue"`."""
         if len(self.ready) < self.batch_size:
             return []
         chosen = sorted(self.ready, key=self.ready.__getitem__)[: self.batch_size]

@@ -173,10 +173,7 @@ def max_resident(config: Mapping[str, Any], *, rank: int, num_ranks: int, memory
 
 
 def adapter_size(config: Mapping[str, Any], *, rank: int) -> int:
-    """Return the number of weights in an adapter on all linear layers of a decoder.
-
-    Experts count as if all were adapted, although few families adapt them.
-    """
+    """Return the number of weights in an adapter on all of a decoder's linear layers and experts, which few families adapt."""
     text: Mapping[str, Any] = config.get("text_config") or config
     width, layers = _first_of(text, "hidden_size", "n_embd", "d_model"), _first_of(text, "num_hidden_layers", "n_layer", "num_layers")
     heads = _first_of(text, "num_attention_heads", "n_head") or 1

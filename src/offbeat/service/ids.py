@@ -66,10 +66,7 @@ def check_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class CheckpointPath:
-    """Path of a checkpoint for clients: `tinker://<run>/<weights|sampler_weights|external_weights>/<name>`.
-
-    For example, "tinker://SESSION:train:0/weights/final".
-    """
+    """Path of a checkpoint for clients, of weights, sampler_weights or external_weights: "tinker://SESSION:train:0/weights/final"."""
 
     run_id: str
     kind: CheckpointKind

@@ -36,10 +36,7 @@ class Box:
         return prod(self.sizes)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the view of this block in the whole tensor.
-
-        For example, offsets (100, 0) and sizes (50, D) give rows 100 to 149 of a [V, D] tensor.
-        """
+        """Return the view of this block in the whole tensor: offsets (100, 0) and sizes (50, D) give rows 100 to 149 of a [V, D] tensor."""
         for dim, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
             tensor = tensor.narrow(dim, offset, size)
         return tensor

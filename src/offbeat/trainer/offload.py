@@ -33,10 +33,7 @@ class _Piece:
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """A fused AdamW for parameters on a device, which may be in shards.
-
-    Its state has the names, shapes and shards of torch's, so that either loads the other's state.
-    """
+    """A fused AdamW for parameters on a device, perhaps in shards, whose state has torch's names, shapes and shards: either loads it."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], *, part_size: int = PART_SIZE) -> None:
         """`groups` are torch's, of parameters."""

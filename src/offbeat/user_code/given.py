@@ -69,10 +69,7 @@ def withdraw(names: Iterable[str]) -> None:
 
 
 def find_given(name: str) -> Callable[..., Any] | None:
-    """Return the function given under this name, or None.
-
-    Raises CodeError if it has a name of a given function, but was given to another process.
-    """
+    """Return the function given under this name, or None; raises CodeError for a name that was given to another process."""
     if name not in _GIVEN and name.startswith(PREFIX):
         raise CodeError(
             f"{name!r} is a function that a Python program gave to its run, and this process has not been given it; name the file of the"

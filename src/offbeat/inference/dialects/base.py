@@ -53,10 +53,7 @@ class Dialect(Protocol):
         ...
 
     async def score(self, wire: Wire, request: ScoreRequest, *, adapter: str) -> PromptScore:
-        """Score given tokens with the adapter of that name, or with the base model where it is empty.
-
-        Raises RefusedError if the engine cannot report the requested numbers.
-        """
+        """Score tokens with the adapter, or the base model if it is ""; raises RefusedError if the engine cannot report what is asked."""
         ...
 
     async def stage(self, wire: Wire, manifest: Manifest) -> None:
