@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.cli.common import add_json_argument
-from offbeat.data.row import Prompt
 from offbeat.errors import ConfigError, printable
 from offbeat.evaluation.comparison import SetComparison, compare
 from offbeat.evaluation.find import find_evaluation
@@ -77,26 +76,19 @@ def print_differences(compared: Sequence[SetComparison], terminal: Terminal) -> 
             low, high = found.interval
             table.add_row(
                 each.title, found.score, str(each.num_prompts), f"{found.first:.3f}", f"{found.second:.3f}", f"{found.difference:+.3f}",
-                f"{low:+.3f} to {high:+.3f}", p_text(found.p_value), str(found.num_better), str(found.num_worse))
+                f"{low:+.3f} to {high:+.3f}", "< 0.001" if found.p_value < 0.001 else f"{found.p_value:.3f}",
+                str(found.num_better), str(found.num_worse))
     terminal.print(table)
-
-
-def p_text(p_value: float) -> str:
-    """Format a p-value, e.g. "0.031" or "< 0.001"."""
-    return "< 0.001" if p_value < 0.001 else f"{p_value:.3f}"
 
 
 def _print_changes(compared: SetComparison, terminal: Terminal) -> None:
     if compared.changes:
         terminal.print(Text(f"\n{compared.title}: prompts whose mean reward changed most"))
     for change in compared.changes:
-        terminal.print(Text(f"\n{change.first:.3f} -> {change.second:.3f}  ").append(printable(_question(change.prompt), most=_MOST_TEXT)))
+        question = change.prompt if isinstance(change.prompt, str) else change.prompt[-1]["content"]
+        terminal.print(Text(f"\n{change.first:.3f} -> {change.second:.3f}  ").append(printable(question, most=_MOST_TEXT)))
         for name, text in (("answer", change.answer), ("A", change.first_text), ("B", change.second_text)):
             terminal.print(Text(f"  {name}: {printable(text, most=_MOST_TEXT)}"))
-
-
-def _question(prompt: Prompt) -> str:
-    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
 
 
 def _as_json(compared: SetComparison) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def check_of_rows(tokenizer: Tokenizer | None, data: DataConfig, *, answered: bo
 
     def check(row: Row, where: str) -> None:
         if row.images and blind:
-            raise ConfigError(f"{where} has {_counted(row)}, which {blind}")
+            raise ConfigError(f"{where} has {'an image' if len(row.images) == 1 else f'{len(row.images)} images'}, which {blind}")
         if tokenizer is not None:
             check_images(row, tokenizer, where)
         if knows is not None:
@@ -99,7 +99,3 @@ def _reads_alike(model: str, teacher: str) -> bool:
         return same_images(*(str(check_model_folder(path)) for path in (model, teacher)))
     except ModelError:
         return True
-
-
-def _counted(row: Row) -> str:
-    return "an image" if len(row.images) == 1 else f"{len(row.images)} images"

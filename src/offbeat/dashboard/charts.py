@@ -51,17 +51,12 @@ class Chart:
         found: list[list[Point]] = []
         below: dict[float, float] = {}
         for series in self.series:
-            points = drawable(series.points, log=self.log)
+            points = [(x, y) for x, y in series.points if math.isfinite(y) and (y > 0 or not self.log)]
             if self.stacked:
                 points = [(x, below.get(x, 0.0) + y) for x, y in points]
                 below |= dict(points)
             found.append(points)
         return found
-
-
-def drawable(points: Sequence[Point], *, log: bool) -> list[Point]:
-    """Filter points: finite ones, and only positive ones on a log scale."""
-    return [(x, y) for x, y in points if math.isfinite(y) and (y > 0 or not log)]
 
 
 def smoothed(points: Sequence[Point], *, window: int) -> list[Point]:

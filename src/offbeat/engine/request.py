@@ -9,12 +9,11 @@ from typing import Literal
 
 import numpy as np
 
-from offbeat.chat.shaping import PLAIN, Shaping
 from offbeat.data.image_store import FIRST_ID
 from offbeat.data.sample_supports import Supports
 from offbeat.engine.structure import Grammar
 from offbeat.errors import EngineError, RefusedError
-from offbeat.inference.sampling import TopTokens
+from offbeat.inference.sampling import Sampling, TopTokens
 from offbeat.types import Version
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -33,33 +32,10 @@ MAX_PROMPT_TOP = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """Settings for drawing tokens and ending a sample; those not listed are as in `inference.sampling.Sampling`.
-
-    Attributes:
-        max_new_tokens: most tokens to generate, the end token included.
-        temperature: divides the logits; 0 is greedy.
-        top_p: keep the most likely tokens until their mass reaches this; 1 keeps all.
-        top_k: keep the k most likely tokens; 0 keeps all.
-        seed: fixes the sample, whatever else runs in the engine; None draws from the engine's generator.
-        stop: strings that end the sample; the text is cut before them, the tokens are not.
-        ignore_eos: continue past the tokenizer's end token; `stop_token_ids` still end the sample.
-        supports: report the tokens among which each was drawn, where `top_p`, `top_k` or `shaping` leaves tokens out.
-    """
+class SamplingParams(Sampling):
+    """A `Sampling` within the engine's bounds, or a RefusedError; the engine does not read `first_sample` and `hearing`."""
 
     max_new_tokens: int = 16
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    scaled_logprobs: bool = False
-    top_logprobs: int = 0
-    routes: bool = False
-    supports: bool = False
-    shaping: Shaping = PLAIN
 
     def __post_init__(self) -> None:
         stop_chars = sum(map(len, self.stop))

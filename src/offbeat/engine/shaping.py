@@ -97,14 +97,10 @@ class ShapedSample:
         if self._longest:
             self._last = [*self._last, token][-self._longest :]
 
-    @property
-    def before_min_tokens(self) -> bool:
-        return self._num < self.shaping.min_tokens
-
     def banned(self) -> list[int]:
         """Return the tokens that must not come next: the last ones of bad words, and end tokens while the sample is too short."""
         last = [ids[-1] for ids in self._bad_words if len(ids) == 1 or tuple(self._last[len(self._last) - len(ids) + 1 :]) == ids[:-1]]
-        return [*last, *self._end_ids] if self.before_min_tokens else last
+        return [*last, *self._end_ids] if self._num < self.shaping.min_tokens else last
 
 
 class ShapedRows:

@@ -20,7 +20,10 @@ class Sampling:
     """Settings of sampling. The fields are OpenAI's and vLLM's, plus `scaled_logprobs`, `first_sample` and `hearing`.
 
     Attributes:
-        stop: strings that end a sample; the tokens that complete one are part of the sample.
+        max_new_tokens: most tokens to generate, the end token included.
+        temperature: divides the logits; 0 is greedy. Then `top_p` keeps the likeliest tokens up to this mass, `top_k` this many; 0 is all.
+        stop: strings that end a sample; the tokens that complete one are part of the sample, the text is cut before them.
+        seed: fixes a sample, whatever else runs in the engine; None draws from the engine's generator.
         stop_token_ids: tokens that end a sample, besides the tokenizer's end token; they are part of the sample.
         ignore_eos: continue past the tokenizer's end token.
         scaled_logprobs: report log-probabilities of the policy as it is trained: over all tokens at this temperature, as if top_k, top_p

@@ -60,12 +60,6 @@ class _Reaching(Protocol):
     lifeline: Lifeline | None
 
 
-def resolve_handler(target: str) -> Handler:
-    """Construct an instance of the class "module:Class", such as "offbeat.trainer.worker:TrainWorker"."""
-    module, _, name = target.partition(":")
-    return getattr(load_module(module), name)()
-
-
 def thread_stacks() -> str:
     """Return the Python stack of every thread of this process, main thread first."""
     names = {t.ident: t.name for t in threading.enumerate()}
@@ -88,8 +82,9 @@ class _Server:
 
     def run(self, target: str) -> None:
         threading.Thread(target=self._read, name="lifeline", daemon=True).start()
+        module, _, name = target.partition(":")  # such as "offbeat.trainer.worker:TrainWorker"
         try:
-            handler = resolve_handler(target)
+            handler: Handler = getattr(load_module(module), name)()
         except Exception as exc:
             self._reply(0, self._failure(exc))
             raise
