@@ -18,7 +18,7 @@ from offbeat.config.train import OptimizerConfig
 from offbeat.data.batch import Batch, SharedPrompts
 from offbeat.data.packing import plan_microbatches
 from offbeat.model.tiny import build_tiny
-from offbeat.sync.mesh import MeshShape, build_meshes
+from offbeat.sync.mesh import MeshShape, build_expert_mesh, build_meshes
 from offbeat.trainer.bank_trainer import BankTrainer
 from offbeat.trainer.messages import Folder, ScoreShare, TrainStep
 from offbeat.trainer.model_trainer import ModelTrainer
@@ -101,13 +101,15 @@ def configure(folder="", *, lora=None, temperature=1.0, algorithm=None, **train)
 
 @cache
 def arranged(groups, mesh):
-    """The same ranks in another mesh: "ddp" (replicas), "fsdp" (shards over all of them), or sizes such as "shard2 tp2"; collective."""
+    """The same ranks in another mesh: "ddp" (replicas), "fsdp" (shards over all of them), or sizes such as "shard2 tp2", to which "ep2" may
+    be added; collective."""
     parts = [f"shard{groups.world}"] if mesh == "fsdp" else [] if mesh == "ddp" else mesh.split()
     sizes = {part[:-1]: int(part[-1]) for part in parts}
-    shape = MeshShape(groups.world // math.prod(sizes.values()), **sizes)
+    divided = math.prod(size for name, size in sizes.items() if name != "ep")
+    shape = MeshShape(groups.world // divided, **sizes)
     shape.check(groups.world)
     whole, gradient_mesh = build_meshes(shape)
-    return replace(groups, shape=shape, mesh=whole, gradient_mesh=gradient_mesh)
+    return replace(groups, shape=shape, mesh=whole, gradient_mesh=gradient_mesh, expert_mesh=build_expert_mesh(shape))
 
 
 def build_trainer(groups, folder, *, lora=None, temperature=1.0, refresh_steps=None, mesh="ddp", **train):

@@ -118,7 +118,8 @@ INTERFACES = (
     Interface("torch.distributed.device_mesh.DeviceMesh._flatten", "sync/mesh.py", (call("self", "mesh_dim_name"),)),
     Interface("torch.distributed.tensor.DTensor._spec", "trainer/offload.py"),
     Interface("torch.distributed.checkpoint.FileSystemReader._get_metadata_path", "trainer/metadata.py", (call("self", "rank"),)),
-    *(Interface(f"{_MODULE}._parameters", f"model/{name}.py", of=_linear) for name in ("gathered", "images", "norm", "parallel")),
+    *(Interface(f"{_MODULE}._parameters", f"model/{name}.py", of=_linear)
+      for name in ("expert_dispatch", "gathered", "images", "norm", "parallel")),
     *(Interface(f"{_MODULE}._buffers", f"model/{name}.py", of=_linear) for name in ("gathered", "parallel")),
     *(Interface(f"{_MODULE}.{name}", "model/head.py", of=_linear) for name in ("_forward_hooks", "_forward_pre_hooks")),
     # transformers.

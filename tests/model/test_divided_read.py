@@ -1,7 +1,6 @@
 """What ranks read in parts is to the bit what they keep of a model that each has read whole, in every mesh that divides it."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,10 +37,12 @@ CASES = {
         ("tp2", "qwen3", ModelTrainer), ("tp2", "qwen3", ValueTrainer), ("tp2", "llama", ModelTrainer), ("tp2", "llama", RewardTrainer),
         ("tp2", "gemma2", ModelTrainer), ("tp2 ep2", "qwen3_moe", ModelTrainer), ("tp2", "untied", ModelTrainer),
         ("tp2", "head", ModelTrainer), ("tp2", "head", ValueTrainer), ("fsdp", "qwen3", ValueTrainer), ("fsdp", "llama", RewardTrainer),
-        ("fsdp", "gemma2", ModelTrainer), ("fsdp", "untied", ModelTrainer)],
+        ("fsdp", "gemma2", ModelTrainer), ("fsdp", "untied", ModelTrainer), ("ep2", "qwen3_moe", ModelTrainer),
+        ("shard2 ep2", "qwen3_moe", ValueTrainer)],
     4: [
         ("tp2", "qwen3", ModelTrainer), ("shard2 tp2", "qwen3", ModelTrainer), ("shard2 tp2", "llama", ValueTrainer),
-        ("cp2 tp2", "llama", ModelTrainer), ("shard2 tp2 ep2", "qwen3_moe", ModelTrainer), ("fsdp", "qwen3_moe", ModelTrainer)],
+        ("cp2 tp2", "llama", ModelTrainer), ("shard2 tp2 ep2", "qwen3_moe", ModelTrainer), ("fsdp", "qwen3_moe", ModelTrainer),
+        ("ep2", "qwen3_moe", ModelTrainer), ("shard4 ep2", "qwen3_moe", ModelTrainer)],
 }
 """By number of ranks: a mesh, a family, and what is trained."""
 
@@ -100,19 +101,13 @@ def load_both(groups, folder, kind):
 def _load_all(groups, folder):
     for mesh, family, kind in CASES[groups.world]:
         case = f"{mesh}, {family}, {kind.__name__}"
-        parts, whole, reads = load_both(meshed(groups, mesh), str(Path(folder) / family), kind)
+        parts, whole, reads = load_both(arranged(groups, mesh), str(Path(folder) / family), kind)
         is_whole = (kind is ModelTrainer and (mesh, family, groups.world) in READ_WHOLE) or (family, kind) == ("head", ValueTrainer)
         assert reads == (["parts", "whole"] if is_whole else ["parts"]), case
         assert parts.keys() == whole.keys(), case
         for name, (*form, values) in whole.items():
             assert parts[name][:-1] == tuple(form), (case, name)
             assert torch.equal(parts[name][-1], values), (case, name)
-
-
-def meshed(groups, mesh):
-    """As `arranged`; "ep2" at the end deals experts out over tensor groups."""
-    there = arranged(groups, mesh.removesuffix(" ep2"))
-    return replace(there, shape=replace(there.shape, ep=2)) if mesh.endswith("ep2") else there
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.drill)])

@@ -35,22 +35,20 @@ def build(folder):
 
 def _train(groups, folder):
     """By family: losses, gradient norms, entropies and numbers of targets of two steps, a canary, and the weights' square."""
-    there = groups if groups.world == 1 else arranged(groups, "tp2")
     if groups.world == 2:  # a plan that slices embeddings, but does not name the head that has their weights
         Qwen2Config.base_model_tp_plan["embed_tokens"] = "embedding_rowwise"
         Qwen2ForCausalLM._tp_plan = {}
-    found = {family: _train_one(there, f"{folder}/{family}", experts=family in MIXTURES) for family in FAMILIES}
+    found = {family: _train_one(groups, f"{folder}/{family}", mesh="tp2 ep2" if family in MIXTURES else "tp2") for family in FAMILIES}
     if groups.world == 2:
         Qwen2Config.base_model_tp_plan["embed_tokens"] = "embedding_colwise"
         with pytest.raises(ModelError, match="Qwen2ForCausalLM shares its head with embeddings that transformers' plan slices by width"):
-            _train_one(there, f"{folder}/qwen2", experts=False)
+            _train_one(groups, f"{folder}/qwen2", mesh="tp2")
     return found
 
 
-def _train_one(groups, folder, *, experts):
-    if experts:
-        groups = replace(groups, shape=replace(groups.shape, ep=groups.shape.tp))
-    trainer = ModelTrainer.build(folder, config=configure(folder, max_tokens_per_microbatch=30), groups=groups)
+def _train_one(groups, folder, *, mesh):
+    there = groups if groups.world == 1 else arranged(groups, mesh)
+    trainer = ModelTrainer.build(folder, config=configure(folder, max_tokens_per_microbatch=30), groups=there)
     steps = []
     for seed in range(2):
         part, micros = own_share(trainer, make_batch(3, 4, seed=seed), max_tokens=30)

@@ -105,6 +105,20 @@ def test_a_world_that_does_not_match_the_mesh_is_refused(shape, world):
         join(rank=0, world=world, place=MeetingPlace(host_store(30)), config=DistConfig(), shape=shape)
 
 
+@pytest.mark.parametrize(("shape", "sizes"), [
+    (MeshShape(4, ep=2), (2, 1, 2)), (MeshShape(2, shard=4, ep=2), (2, 2, 2)), (MeshShape(2, shard=4, ep=8), (1, 1, 8)),
+    (MeshShape(3, shard=4, ep=6), (1, 2, 6)), (MeshShape(1, shard=8, ep=2), (1, 4, 2))])
+def test_experts_are_as_many_replicas_as_the_model_where_their_number_of_ranks_divides_the_shards(shape, sizes):
+    assert tuple(shape.expert_sizes.values()) == sizes
+    shape.check(shape.dp * shape.shard)
+
+
+@pytest.mark.parametrize("shape", [MeshShape(3, ep=2), MeshShape(1, cp=2, ep=2)])
+def test_experts_are_dealt_to_ranks_with_rows_of_their_own_only(shape):
+    with pytest.raises(ConfigError, match=r"train.parallel.ep must divide the . ranks with different rows, and train.parallel.cp be 1"):
+        shape.check(shape.dp * shape.cp)
+
+
 def _find_peers(groups, _argument):
     return [groups.rank, groups.shape.dp]
 

@@ -5,7 +5,7 @@ import json
 import sys
 
 import pytest
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError
@@ -87,6 +87,18 @@ def test_a_mesh_divides_what_is_kept_and_what_a_pass_takes():
     assert both.activations == context.activations // 2
     tensor = estimate_memory(SIZES, configured(num_ranks=2, parallel={"tp": 2}), num_ranks=2)
     assert (tensor.weights, tensor.gathered) == (2 * COUNT, 0)
+
+
+def test_experts_that_are_dealt_to_ranks_are_counted_once_for_all_of_them():
+    sizes = Qwen3MoeConfig(
+        vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=8,
+        num_experts_per_tok=2, moe_intermediate_size=64, tie_word_embeddings=True)
+    whole = estimate_memory(sizes, configured(precision="bf16_mixed"), num_ranks=4)
+    experts = 4 * 2 * 8 * 3 * 32 * 64
+    for parallel, parts, expert_parts in (({"ep": 4}, 1, 4), ({"ep": 2}, 1, 2), ({"shard": 4, "ep": 2}, 4, 4)):
+        found = estimate_memory(sizes, configured(precision="bf16_mixed", num_ranks=4, parallel=parallel), num_ranks=4)
+        assert found.weights == found.gradients == (whole.weights - experts) // parts + experts // expert_parts
+        assert 2 * found.gathered == whole.weights - experts + experts // parallel["ep"], "both layers, with this rank's experts"
 
 
 def test_models_beside_the_policy_and_copies_of_autocast_are_counted(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """The weights of a model in shards, dealt out: the same bits as gathered whole, together where a checkpoint fuses them."""
 
-from dataclasses import replace
 
 import pytest
 import torch
@@ -45,10 +44,10 @@ def test_every_mesh_deals_what_would_be_gathered(tmp_path):
 
 
 def _deal_experts(groups, folder):
-    there = arranged(groups, "tp2")
-    there = replace(there, shape=replace(there.shape, ep=2))
-    trainer = ModelTrainer.build(folder, config=configure(folder, max_tokens_per_microbatch=30), groups=there)
-    _check(trainer, there, "experts")
+    for mesh in ("tp2 ep2", "ep2", "shard2 ep2"):
+        there = arranged(groups, mesh)
+        trainer = ModelTrainer.build(folder, config=configure(folder, max_tokens_per_microbatch=30), groups=there)
+        _check(trainer, there, mesh)
 
 
 def test_experts_that_are_fused_here_are_published_one_by_one(tmp_path):

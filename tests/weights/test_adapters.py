@@ -21,7 +21,7 @@ from offbeat.weights.protocol import Manifest
 def test_a_name_is_the_adapter_and_the_version() -> None:
     assert adapter_name("alice-1.a_b", 12) == "alice-1.a_b@12"
     assert split_adapter_name("alice-1.a_b@12") == ("alice-1.a_b", 12)
-    assert Manifest(3, "/x", "f", (1, 2), (-0.5,), adapter="bob").name == "bob@3"
+    assert Manifest(3, "/x", "f", (1, 2, 1), (-0.5,), adapter="bob").name == "bob@3"
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../up", ".hidden", "a@b", "a b", "x" * 101, "ü"])
@@ -51,12 +51,13 @@ def test_a_new_adapter_has_a_name_of_its_own_and_a_known_one_is_found() -> None:
 
 
 @pytest.mark.parametrize(("lora", "train", "ranks", "sentence"), [
-    ({}, {}, (1, 1), "model.lora.rank must be at least 1 to train many adapters, got 0"),
-    ({"rank": 4, "dropout": 0.1}, {}, (1, 1), "model.lora.dropout must be 0 to train many adapters, got 0.1"),
-    ({"rank": 4}, {"router_aux_loss_coefficient": 0.5}, (1, 1), "train.router_aux_loss_coefficient must be 0 .*, got 0.5; the loss of one"),
-    ({"rank": 4}, {}, (2, 1), "train.parallel.shard must be 1 to train many adapters, got 2; each rank .* the whole model"),
-    ({"rank": 4}, {}, (1, 2), "train.parallel.tp must be 1 to train many adapters, got 2"),
+    ({}, {}, (1, 1, 1), "model.lora.rank must be at least 1 to train many adapters, got 0"),
+    ({"rank": 4, "dropout": 0.1}, {}, (1, 1, 1), "model.lora.dropout must be 0 to train many adapters, got 0.1"),
+    ({"rank": 4}, {"router_aux_loss_coefficient": 0.5}, (1, 1, 1), "train.router_aux_loss_coefficient must be 0 .*, got 0.5; the loss"),
+    ({"rank": 4}, {}, (2, 1, 1), "train.parallel.shard must be 1 to train many adapters, got 2; each rank .* the whole model"),
+    ({"rank": 4}, {}, (1, 2, 1), "train.parallel.tp must be 1 to train many adapters, got 2"),
+    ({"rank": 4}, {}, (1, 1, 2), "train.parallel.ep must be 1 to train many adapters, got 2"),
 ])
 def test_many_adapters_train_without_dropout_on_whole_models(lora, train, ranks, sentence) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        check_many(LoraConfig(**lora), TrainConfig(**train), shard=ranks[0], tp=ranks[1])
+        check_many(LoraConfig(**lora), TrainConfig(**train), shard=ranks[0], tp=ranks[1], ep=ranks[2])

@@ -138,11 +138,13 @@ def check_adapter(model: ModelConfig, *, run: RunConfig, train: TrainConfig, rol
         (not model.lora.rank, "model.lora.rank = 0", "only weights that are frozen beside an adapter are rounded"),
         (train.parallel.shard > 1, f"train.parallel.shard = {train.parallel.shard}", "each rank holds all rounded weights"),
         (train.parallel.tp > 1, f"train.parallel.tp = {train.parallel.tp}", "each rank holds all rounded weights"),
+        (train.parallel.ep > 1, f"train.parallel.ep = {train.parallel.ep}", "each rank holds all rounded weights"),
     ):
         if met and model.quantization != "none":
             raise ValueError(f"model.quantization must be 'none' with {name}, got '{model.quantization}'; {why}")
     for met, name, why in (
         (train.parallel.tp > 1, f"train.parallel.tp = {train.parallel.tp}", "ranks would divide the experts"),
+        (train.parallel.ep > 1, f"train.parallel.ep = {train.parallel.ep}", "ranks would divide the experts"),
         (model.lora.dropout > 0, f"model.lora.dropout = {model.lora.dropout:g}", "PEFT's form of such adapters has none"),
         (not inference.kind.adapts_experts, f"inference.engine = '{inference.engine}'",
          f"only {kinds_that('adapts_experts')} serves adapters of experts"),
@@ -178,16 +180,24 @@ def check_adapter(model: ModelConfig, *, run: RunConfig, train: TrainConfig, rol
 def check_parallel(train: TrainConfig, *, run: RunConfig, rollout: RolloutConfig) -> None:
     """Check how ranks divide a model and its rows among them."""
     parallel = train.parallel
-    if run.mode == "controller" or train.num_ranks > 1:  # in SPMD mode, torchrun says how many there are
-        parallel.num_replicas(train.num_ranks)
-    if parallel.ep not in (1, parallel.tp):
+    known = run.mode == "controller" or train.num_ranks > 1  # in SPMD mode, torchrun says how many there are
+    num_replicas = parallel.num_replicas(train.num_ranks) if known else 0
+    if parallel.tp > 1 and parallel.ep not in (1, parallel.tp):
         raise ValueError(
             f"train.parallel.ep must be 1 or equal train.parallel.tp = {parallel.tp}, got {parallel.ep}; experts are divided among the"
             " ranks that compute the same rows")
-    if train.compile and parallel.tp > 1:
+    if parallel.spreads_experts and parallel.cp > 1:
         raise ValueError(
-            f"train.compile must be false with train.parallel.tp = {parallel.tp}, got true; layers that ranks compute together have not"
-            " been compiled so far, so leave it out")
+            f"train.parallel.ep must be 1 with train.parallel.cp = {parallel.cp}, got {parallel.ep}; experts are dealt to ranks with rows"
+            " of their own, so leave one of them out")
+    if parallel.spreads_experts and (num_shares := num_replicas * parallel.shard) % parallel.ep:
+        raise ValueError(
+            f"train.parallel.ep must divide the {num_shares} ranks with different rows, got {parallel.ep}; choose a divisor")
+    for name in ("tp", "ep"):
+        if train.compile and (size := getattr(parallel, name)) > 1:
+            raise ValueError(
+                f"train.compile must be false with train.parallel.{name} = {size}, got true; layers that ranks compute together have not"
+                " been compiled so far, so leave it out")
     if parallel.ranks_per_share > 1 and not rollout.single_rank_load:
         raise ValueError(
             "rollout.single_rank_load must be true with train.parallel.tp or train.parallel.cp above 1, got false; the ranks of such a"

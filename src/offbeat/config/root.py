@@ -58,8 +58,7 @@ class Config(LearningConfig):
     @property
     def canary_dtype(self) -> Literal["float32", "bfloat16"]:
         """The coarser of the engines' and the trainer's number formats for the canary; mixed precision trains in bfloat16."""
-        divided = self.train.parallel.shard > 1 or self.train.parallel.tp > 1
-        mixed = self.train.computes_in == "bf16_mixed" and (not self.model.lora.rank or divided)
+        mixed = self.train.computes_in == "bf16_mixed" and (not self.model.lora.rank or self.train.parallel.divides)
         return "bfloat16" if mixed else self.model.number_format
 
     @property

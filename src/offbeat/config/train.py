@@ -59,13 +59,25 @@ class ParallelConfig(Section):
         " it fits.", ge=1)
     tp: int = field(
         1, "Number of ranks for tensor parallelism, which compute each layer together on the same rows; keep them on one machine.", ge=1)
-    ep: int = field(1, "Number of ranks for expert parallelism; 1 or the same as tp.", ge=1)
+    ep: int = field(
+        1, "Number of ranks for expert parallelism, among which the experts of a mixture are dealt: the same as tp, or with tp = 1 ranks"
+        " with different rows, which send each other tokens.", ge=1)
     cp: int = field(1, "Number of ranks for context parallelism, which split each row of tokens, for long sequences.", ge=1)
 
     @property
     def ranks_per_share(self) -> int:
         """Number of ranks that are given the same rows: tp * cp."""
         return self.tp * self.cp
+
+    @property
+    def divides(self) -> bool:
+        """Whether ranks hold parts of a model instead of replicas."""
+        return max(self.shard, self.tp, self.ep) > 1
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether experts are dealt to ranks with different rows."""
+        return self.ep > 1 and self.tp == 1
 
     def num_replicas(self, num_ranks: int) -> int:
         """Return how many copies of the model, each divided as these settings say, `num_ranks` ranks hold.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AttentionInterface, PreTrainedModel
 
 from offbeat.config.train import Recompute
@@ -46,6 +46,10 @@ def checkpoint_activations(model: PreTrainedModel, recompute: Recompute) -> None
         return
     options: dict[str, Any] = {"use_reentrant": False}
     if recompute == "selective":
+        # FSDP2 marks its work for profilers where a part of a layer is in shards of its own, and not as often in a backward pass.
+        SAC_IGNORED_OPS.update(
+            getattr(torch.ops.profiler, name).default for name in ("_record_function_enter_new", "_record_function_exit"))
+        SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_exit._RecordFunction)
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_or_recompute)
     model.gradient_checkpointing_enable(options)
     for module in model.modules():

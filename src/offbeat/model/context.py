@@ -58,13 +58,13 @@ class ContextGroup:
         parts = [query, *(x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (key, value))]
         # As [c, R / c, heads times D], one block for each rank; queries, keys and values travel together.
         blocks = [part.unflatten(1, (self.size, -1)).flatten(2).transpose(0, 1) for part in parts]
-        mine = _Exchanged.apply(torch.cat(blocks, dim=2), self.group).flatten(0, 1).split([block.shape[2] for block in blocks], dim=1)
+        mine = exchanged(torch.cat(blocks, dim=2), self.group).flatten(0, 1).split([block.shape[2] for block in blocks], dim=1)
         query, key, value = (x.unflatten(1, (-1, part.shape[2])) for x, part in zip(mine, parts, strict=True))
         return query, key, value
 
     def to_tokens(self, output: Tensor) -> Tensor:
         """Exchange all tokens with a share of the heads [R, H / c, D] for a slice of the tokens with all heads [R / c, H, D]."""
-        blocks = _Exchanged.apply(output.flatten(1).unflatten(0, (self.size, -1)), self.group)
+        blocks = exchanged(output.flatten(1).unflatten(0, (self.size, -1)), self.group)
         return blocks.transpose(0, 1).flatten(1).unflatten(1, (-1, output.shape[2]))
 
     def own_heads(self, values: Tensor) -> Tensor:
@@ -141,24 +141,36 @@ def _padded(row: PackedRow, multiple: int) -> PackedRow:
         None if row.routes is None else np.pad(row.routes, ((0, extra), (0, 0)), mode="edge"), row.supports)
 
 
+def exchanged(rows: Tensor, group: dist.ProcessGroup, *, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
+    """Give the i-th of c parts of some rows to rank i, and return those given to this rank, in the order of the ranks.
+
+    The gradient goes back so; both directions are collective.
+
+    Args:
+        rows: [N, ...] float.
+        sent, received: rows in each of the parts, to and from the ranks; by default N / c.
+    """
+    return _Exchanged.apply(rows, group, sent, received)
+
+
 class _Exchanged(torch.autograd.Function):
-    """Gives the i-th of c blocks to rank i, and returns those given to this rank, in the order of the ranks; its gradient goes back so."""
+    """See `exchanged`."""
 
     @staticmethod
-    def forward(ctx: Any, blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _exchange(blocks, group)
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup, sent: list[int] | None, received: list[int] | None) -> Tensor:
+        ctx.group, ctx.sent, ctx.received = group, sent, received
+        return _exchange(rows, group, sent, received)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _exchange(grads[0], ctx.group), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(grads[0], ctx.group, ctx.received, ctx.sent), None, None, None
 
 
-def _exchange(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
-    blocks = blocks.contiguous()
-    received = torch.empty_like(blocks)
-    dist.all_to_all_single(received, blocks, group=group)
-    return received
+def _exchange(rows: Tensor, group: dist.ProcessGroup, sent: list[int] | None, received: list[int] | None) -> Tensor:
+    rows = rows.contiguous()
+    came = torch.empty_like(rows) if received is None else rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(came, rows, output_split_sizes=received, input_split_sizes=sent, group=group)
+    return came
 
 
 class _Gathered(torch.autograd.Function):

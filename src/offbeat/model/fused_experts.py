@@ -63,10 +63,15 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if _is_plain(module)}
 
 
+def has_other_experts(model: nn.Module) -> bool:
+    """Whether some fused experts of a model are of another form."""
+    return any(_is_fused(module) and not _is_plain(module) for module in model.modules())
+
+
 def check_experts(model: nn.Module) -> None:
     """Check that all fused experts of a model can be adapted. Raises ModelError if it has none, or some of another form."""
     name, plain = type(model).__name__, find_experts(model)
-    if any(_is_fused(module) and not _is_plain(module) for module in model.modules()):
+    if has_other_experts(model):
         raise ModelError(f'{name} has experts of a form that is not adapted; leave "experts" out of model.lora.targets')
     if not plain:
         raise ModelError(f'{name} has no experts that are fused; leave "experts" out of model.lora.targets, or use all-linear')

@@ -301,7 +301,8 @@ async def open_adapters(config: Config, record: RunRecord) -> AsyncIterator[Adap
         ConfigError: as `check_many`, or ranks and engines are to take turns.
         ModelError: the folder holds no model or tokenizer.
     """
-    check_many(config.model.lora, config.train, shard=config.train.parallel.shard, tp=config.train.parallel.tp)
+    parallel = config.train.parallel
+    check_many(config.model.lora, config.train, shard=parallel.shard, tp=parallel.tp, ep=parallel.ep)
     if config.cluster.take_turns:
         raise ConfigError(
             "cluster.take_turns must be false to train many adapters, got true; some sample while others train, so leave it out, or set"

@@ -140,6 +140,6 @@ async def open_policy(
 
 def _have_loaded(fleet: Fleet, config: Config) -> bool:
     """Whether the run's engines have read the folder from which the ranks have the initial weights, and know them for a version."""
-    parallel, engines = config.train.parallel, fleet.engines.workers
-    whole = parallel.shard == 1 and parallel.tp == 1 and not config.model.lora.rank
+    engines = fleet.engines.workers
+    whole = not config.train.parallel.divides and not config.model.lora.rank
     return bool(engines) and config.inference.kind.inside and whole and not apart(engines)

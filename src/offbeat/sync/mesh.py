@@ -35,7 +35,8 @@ class MeshShape:
         shard: ranks that keep each parameter of a replica in shards (FSDP2).
         cp: ranks that divide each row of tokens among them.
         tp: ranks that compute each layer together.
-        ep: ranks of a tensor group among which experts are dealt as wholes: all of them, or 1 for none. Not a dimension.
+        ep: ranks among which experts are dealt as wholes: all of a tensor group, or without one as many adjacent ranks, which have
+            different rows; 1 for none. Not a dimension of the same mesh.
     """
 
     dp: int
@@ -60,12 +61,35 @@ class MeshShape:
         """Number of ranks that are given the same rows of a batch: one context and tensor group."""
         return self.cp * self.tp
 
+    @property
+    def divides(self) -> bool:
+        """Whether ranks hold parts of a model instead of replicas."""
+        return max(self.shard, self.tp, self.ep) > 1
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether experts are dealt to ranks with different rows."""
+        return self.ep > 1 and self.tp == 1
+
+    @property
+    def expert_sizes(self) -> dict[str, int]:
+        """Size by the name of the expert mesh's dimension, of ranks that hold: the same, parts of the same, and different experts.
+
+        For example, 8 ranks with shard = 4 and ep = 2 hold 2 replicas of the experts, each of them in 2 shards.
+        """
+        parts = math.lcm(self.shard, self.ep)
+        return {"expert_dp": self.dp * self.shard // parts, "expert_shard": parts // self.ep, "ep": self.ep}
+
     def check(self, world: int) -> None:
         """Raise ConfigError unless the shape fits `world` ranks."""
         needed = math.prod(self.sizes.values())
         if min(self.sizes.values()) < 1 or needed != world:
             text = " * ".join(f"{name} {size}" for name, size in self.sizes.items())
             raise ConfigError(f"a mesh of {text} needs {needed} ranks, got {world}; start as many, or change the mesh")
+        if self.spreads_experts and (self.cp > 1 or (self.dp * self.shard) % self.ep):
+            raise ConfigError(
+                f"train.parallel.ep must divide the {self.dp * self.shard} ranks with different rows, and train.parallel.cp be 1, got ep"
+                f" {self.ep} and cp {self.cp}; choose a divisor, or 1")
 
 
 @dataclass(frozen=True)
@@ -92,6 +116,7 @@ class ProcessGroups:
         mesh: all ranks on the platform's backend, in the dimensions "dp", "shard", "cp" and "tp", some of which may be of size 1.
         gradient_mesh: one dimension: this rank and its peers of the same tensor index, over which gradients are summed.
         cpu_group: gloo over all ranks, on any device.
+        expert_mesh: all ranks in the dimensions of `MeshShape.expert_sizes`, where experts are dealt to ranks with different rows.
     """
 
     rank: int
@@ -101,6 +126,7 @@ class ProcessGroups:
     gradient_mesh: DeviceMesh
     cpu_group: dist.ProcessGroup
     sync: Sync
+    expert_mesh: DeviceMesh | None = None
 
     @property
     def batch_ranks(self) -> int:
@@ -125,6 +151,12 @@ class ProcessGroups:
         """
         shards = "shard" if self.shape.cp == 1 else "shard_cp"
         return self.mesh["dp", shards] if self.shape.dp > 1 else self.mesh[shards]
+
+    @property
+    def expert_shard_mesh(self) -> DeviceMesh:
+        """The same for the experts that this rank holds, where these are dealt to ranks with different rows."""
+        assert self.expert_mesh is not None, "experts are dealt to ranks with different rows"
+        return self.expert_mesh["expert_dp", "expert_shard"] if self.expert_mesh.size(0) > 1 else self.expert_mesh["expert_shard"]
 
 
 class HostedStore(dist.TCPStore):
@@ -208,16 +240,20 @@ def join(
                 current_platform.backend, store=dist.PrefixStore(f"{place.prefix}groups", store), rank=rank, world_size=world,
                 timeout=init_timeout)
             mesh, gradient_mesh = build_meshes(shape)
+            expert_mesh = build_expert_mesh(shape)
             cpu_group = dist.new_group(backend="gloo", timeout=init_timeout)
             assert isinstance(cpu_group, dist.ProcessGroup), f"every rank is a member of the new group, got {cpu_group}"
             flat = [mesh["shard_cp"].get_group()] if shape.cp > 1 else []
+            flat += [] if expert_mesh is None else expert_mesh.get_all_groups()
             for group in (dist.group.WORLD, *mesh.get_all_groups(), *flat, gradient_mesh.get_group(), cpu_group):
                 _set_pg_timeout(timedelta(seconds=config.collective_timeout_s), group)
     except BaseException as exc:
         give_up(exc)  # but do not leave, so that `check_peers` says why and others can read it
         raise
     sync.cpu_group = cpu_group
-    return ProcessGroups(rank=rank, world=world, shape=shape, mesh=mesh, gradient_mesh=gradient_mesh, cpu_group=cpu_group, sync=sync)
+    return ProcessGroups(
+        rank=rank, world=world, shape=shape, mesh=mesh, gradient_mesh=gradient_mesh, cpu_group=cpu_group, sync=sync,
+        expert_mesh=expert_mesh)
 
 
 def build_meshes(shape: MeshShape) -> tuple[DeviceMesh, DeviceMesh]:
@@ -226,6 +262,14 @@ def build_meshes(shape: MeshShape) -> tuple[DeviceMesh, DeviceMesh]:
     if shape.cp > 1:
         mesh["shard", "cp"]._flatten("shard_cp")
     return mesh, mesh["dp", "shard", "cp"]._flatten("gradients")
+
+
+def build_expert_mesh(shape: MeshShape) -> DeviceMesh | None:
+    """Return the `expert_mesh` of a layout of all ranks, if it has one; collective."""
+    if not shape.spreads_experts:
+        return None
+    sizes = shape.expert_sizes
+    return init_device_mesh(current_platform.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def check_peers() -> None:

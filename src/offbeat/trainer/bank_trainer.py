@@ -92,7 +92,7 @@ class BankTrainer(Trainer):
             ConfigError: as `check_many`.
             ModelError: there is no such model, it cannot pack its rows, or it has none of the targets.
         """
-        check_many(config.model.lora, config.train, shard=groups.shape.shard, tp=groups.shape.tp)
+        check_many(config.model.lora, config.train, shard=groups.shape.shard, tp=groups.shape.tp, ep=groups.shape.ep)
         model, strategy = _load_base(folder, config, groups)
         if not packs_rows(model):
             raise ModelError(f"{type(model).__name__} cannot pack its rows, which many adapters in one pass need; train one at a time")
@@ -357,9 +357,8 @@ def _load_base(folder: str, config: RankConfig, groups: ProcessGroups) -> tuple[
             round_layers(model, config.model.quantization)
         return let_replay(model, config.model).requires_grad_(False)
 
-    divided = groups.shape.shard > 1 or groups.shape.tp > 1
     # A model that is whole on its rank computes under autocast, also on a single one.
-    return load(read, groups=groups, precision=config.train.computes_in if divided else "float32", trained=False)
+    return load(read, groups=groups, precision=config.train.computes_in if groups.shape.divides else "float32", trained=False)
 
 
 def _apart(batch: Batch, slots: np.ndarray) -> Batch:

@@ -7,10 +7,11 @@ device's libraries, about a gigabyte, nor an allocator's losses between tensors,
 
 import json
 import logging
+import math
 import sys
 import weakref
-from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from offbeat.data.packing import PackedRow, pack_row
 from offbeat.errors import ConfigError, ModelError, first_line
 from offbeat.model.attention import PACKED
 from offbeat.model.blocks import checkpoint_activations, decoder_layers
+from offbeat.model.fused_experts import find_experts
 from offbeat.model.logprobs import token_logprobs
 from offbeat.model.lora_targets import ALL_LINEAR, find_expert_layers, find_targets
 from offbeat.model.norm import use_fast_norms
@@ -103,7 +105,7 @@ def estimate_memory(model_config: Any, config: RankConfig, *, num_ranks: int, on
     train, lora, parallel = config.train, config.model.lora, config.train.parallel
     mixed, bases_half = train.computes_in == "bf16_mixed", lora.rank > 0 and config.model.number_format == "bfloat16"
     # As `offbeat.trainer.strategies` chooses.
-    sharded = parallel.shard > 1 or (parallel.tp > 1 and num_ranks > parallel.tp)
+    sharded = parallel.shard > 1 or (parallel.divides and num_ranks > parallel.tp)
     autocasts = mixed and not sharded and not bases_half
     parts = parallel.tp * (parallel.shard * parallel.cp if sharded else 1)
     dtype = torch.bfloat16 if mixed or bases_half else torch.float32
@@ -111,26 +113,29 @@ def estimate_memory(model_config: Any, config: RankConfig, *, num_ranks: int, on
     activations = _peak(_PassShape(
         model_config, model_config.to_json_string(use_diff=False), dtype, train.recomputes,
         -(-train.max_tokens_per_microbatch // parallel.cp), on_cpu)) // parallel.tp
-    count, form = sum(parameter.numel() for parameter in model.parameters()), config.model.quantization
+    count, form = _Count.of(model), config.model.quantization
+    spread = parallel.ep if parallel.spreads_experts else 1
+    held = partial(_Count.held, parts=parts, expert_parts=math.lcm(parallel.shard, spread) if spread > 1 else parts)
     rounded = [] if form == "none" else [layer.weight.numel() for layer in find_targets(model, (ALL_LINEAR,)).values()]
-    whole = count - sum(rounded)
+    whole = replace(count, others=count.others - sum(rounded))
     if lora.rank:  # each rank holds all of the adapter
         trained = lora.rank * (
             sum(layer.in_features + layer.out_features for layer in find_targets(model, lora.targets).values())
             + sum(layer.num_in + layer.num_out for layer in find_expert_layers(model, lora.targets)))
-        weights = ((2 if bases_half else 4) * whole + int(ROUNDED_BYTES[form] * sum(rounded))) // parts + 4 * trained
+        weights = (2 if bases_half else 4) * held(whole) + int(ROUNDED_BYTES[form] * sum(rounded)) // parts + 4 * trained
     else:
-        trained, weights = count // parts, 4 * count // parts
+        trained, weights = held(count), 4 * held(count)
     # Autocast keeps copies of whole weights for a pass; rounded ones are made whole a matrix at a time, and cast then.
-    copies = (2 * whole // parallel.tp if autocasts else 0) + (6 if mixed or bases_half else 4) * max(rounded, default=0)
-    count_critic = _count(config.critic.path, count) // parts if config.algorithm.needs_critic else 0
+    copies = (2 * whole.all // parallel.tp if autocasts else 0) + (6 if mixed or bases_half else 4) * max(rounded, default=0)
+    count_critic = held(_count(config.critic.path, count)) if config.algorithm.needs_critic else 0
     moments = [8 * trained, 8 * count_critic]
     kept = [min(size, 8 * PART_SIZE) for size in moments] if train.offload_optimizer else moments
     algorithm, teacher = config.algorithm, config.teacher.path if config.algorithm.teacher == "model" else ""
     return MemoryEstimate(
-        weights=weights, gathered=_largest_units(model) // parallel.tp if sharded else copies, gradients=4 * trained, optimizer=kept[0],
-        reference=4 * count // parts if algorithm.needs_reference and not lora.rank else 0, critic=8 * count_critic + kept[1],
-        teacher=(2 if config.model.number_format == "bfloat16" else 4) * _count(teacher, count) // parts if teacher else 0,
+        weights=weights, gathered=_largest_units(model, expert_parts=spread) // parallel.tp if sharded else copies,
+        gradients=4 * trained, optimizer=kept[0], reference=4 * held(count) if algorithm.needs_reference and not lora.rank else 0,
+        critic=8 * count_critic + kept[1],
+        teacher=(2 if config.model.number_format == "bfloat16" else 4) * held(_count(teacher, count)) if teacher else 0,
         activations=int(activations * _AUTOCAST) if autocasts and (on_cpu or not use_fast_norms(model)) else activations,
         host=sum(moments) if train.offload_optimizer else 0)
 
@@ -140,12 +145,34 @@ def _build(model_config: Any, dtype: torch.dtype) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=PACKED)
 
 
-def _count(folder: str, unknown: int) -> int:
+@dataclass(frozen=True)
+class _Count:
+    """Numbers of a model's weights: those of its experts, and others."""
+
+    others: int
+    experts: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "_Count":
+        experts = sum(parameter.numel() for module in find_experts(model).values() for parameter in module.parameters())
+        return cls(sum(parameter.numel() for parameter in model.parameters()) - experts, experts)
+
+    @property
+    def all(self) -> int:
+        """Number of all weights."""
+        return self.others + self.experts
+
+    def held(self, *, parts: int, expert_parts: int) -> int:
+        """Return the number on one rank, which has one of so many parts of each."""
+        return self.others // parts + self.experts // expert_parts
+
+
+def _count(folder: str, unknown: _Count) -> _Count:
     """Return the number of weights of another model, or `unknown` if it cannot be read here."""
     if not folder:
         return unknown
     try:
-        return sum(parameter.numel() for parameter in _build(_config_of(folder), torch.float32).parameters())
+        return _Count.of(_build(_config_of(folder), torch.float32))
     except (ModelError, OSError, *_FAILURES):
         return unknown
 
@@ -248,10 +275,15 @@ def packed_tokens(num_tokens: int, vocab_size: int) -> PackedRow:
     return pack_row(Batch.of_next_tokens(tokens, trained, lengths=lengths, columns={}, losses=()), share_prefix=False)
 
 
-def _largest_units(model: PreTrainedModel) -> int:
-    """Return the bytes of the units that FSDP2 holds whole at a time: two layers, the running and the next one, and all other weights."""
-    layers = [sum(parameter.nbytes for parameter in layer.parameters()) for layer in decoder_layers(model)]
-    rest = sum(parameter.nbytes for parameter in model.parameters()) - sum(layers)
+def _largest_units(model: PreTrainedModel, *, expert_parts: int) -> int:
+    """Return the bytes of the units that FSDP2 holds whole at a time: two layers, the running and the next one, and all other weights.
+
+    Of the experts in a layer, a rank gathers one of so many parts.
+    """
+    dealt = {parameter for module in find_experts(model).values() for parameter in module.parameters()}
+    sizes = {parameter: parameter.nbytes // (expert_parts if parameter in dealt else 1) for parameter in model.parameters()}
+    layers = [sum(sizes[parameter] for parameter in layer.parameters()) for layer in decoder_layers(model)]
+    rest = sum(sizes.values()) - sum(layers)
     return 2 * max(layers, default=0) + rest
 
 

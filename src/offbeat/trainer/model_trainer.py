@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
 
 from offbeat.algorithms.adam import AdamParams
@@ -27,12 +26,12 @@ from offbeat.sync.mesh import ProcessGroups
 from offbeat.trainer import shards
 from offbeat.trainer.frozen import load_frozen
 from offbeat.trainer.messages import Dtype, Folder, LoadedStep, WriteRequest, Written
-from offbeat.trainer.optim import build_optimizer, set_params
+from offbeat.trainer.optim import build_optimizer, clip_gradients, gradient_norm, set_params
 from offbeat.trainer.parts import PartWriter
 from offbeat.trainer.policy import let_replay, load_policy, row_of
 from offbeat.trainer.snapshots import ModelSnapshot
 from offbeat.trainer.state import full_state, rounded
-from offbeat.trainer.strategies import Strategy, load, whole_tensor
+from offbeat.trainer.strategies import Strategy, load
 from offbeat.trainer.trainer import WHOLE, Trainer
 from offbeat.trainer.weight_exchange import WeightExchange
 
@@ -174,12 +173,12 @@ class ModelTrainer(Trainer):
         return self.groups.gradient_mesh.size()
 
     def _gradient_norms(self, names: Sequence[str]) -> dict[str, float]:
-        self._norm = get_total_norm([p.grad for p in self._strategy.model.parameters() if p.grad is not None])
-        return {name: whole_tensor(self._norm).item() for name in names}
+        self._norm = gradient_norm(self._strategy.model.parameters())
+        return {name: self._norm.item() for name in names}
 
     def _step(self, name: str, params: AdamParams) -> None:  # noqa: ARG002
         if params.clip_norm:
-            clip_grads_with_norm_(self._strategy.model.parameters(), params.clip_norm, self._norm)
+            clip_gradients(self._strategy.model.parameters(), clip_norm=params.clip_norm, norm=self._norm)
         set_params(self._optimizer, params)
         self._optimizer.step()
         self._updates += 1

@@ -2,10 +2,13 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.adamw import adamw
 
 from offbeat.algorithms.adam import AdamParams
@@ -18,7 +21,41 @@ def build_optimizer(model: nn.Module, *, offloads: bool = False) -> torch.optim.
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [[p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim <= 1]]
     filled = [{"params": group} for group in groups if group]
-    return OffloadedAdamW(filled) if offloads else torch.optim.AdamW(filled, fused=True)
+    return OffloadedAdamW(filled) if offloads else MeshAdamW(filled, fused=True)
+
+
+class MeshAdamW(torch.optim.AdamW):
+    """AdamW for parameters on several meshes, which torch's kernels for many tensors take one mesh at a time; its groups do not show it."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Update every parameter that has a gradient."""
+        kept = self.param_groups
+        self.param_groups = [group | {"params": part} for group in kept for part in by_mesh(group["params"])]
+        try:
+            return super().step(closure)
+        finally:
+            self.param_groups = kept
+
+
+def by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Sort parameters by the mesh that they are on, or none."""
+    parts: dict[DeviceMesh | None, list[Tensor]] = {}
+    for parameter in parameters:
+        parts.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return list(parts.values())
+
+
+def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """Return the norm of all gradients, [] float; collective for DTensors, of which each element counts once."""
+    norms = [get_total_norm(part) for part in by_mesh([p.grad for p in parameters if p.grad is not None])]
+    wholes = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    return wholes[0] if len(wholes) == 1 else torch.linalg.vector_norm(torch.stack(wholes))
+
+
+def clip_gradients(parameters: Iterable[Tensor], *, clip_norm: float, norm: Tensor) -> None:
+    """Scale all gradients, whose `norm` is [] float, so that it becomes at most `clip_norm`."""
+    for part in by_mesh(parameters):
+        clip_grads_with_norm_(part, clip_norm, norm)
 
 
 def set_params(optimizer: torch.optim.Optimizer, params: AdamParams) -> None:

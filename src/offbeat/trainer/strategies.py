@@ -22,6 +22,7 @@ from offbeat.errors import ModelError
 from offbeat.model.blocks import compile_layers, language_layers
 from offbeat.model.context import ContextGroup
 from offbeat.model.divided_read import Divide, WholeOnlyError
+from offbeat.model.expert_dispatch import check_dealt, deal_experts, dealt_modules
 from offbeat.model.logprobs import packs_rows
 from offbeat.model.parallel import check_slices, divide, slice_layers
 from offbeat.model.rows import spread_rows
@@ -93,6 +94,8 @@ class Sharded:
         # Inputs are not cast, since that would copy the plan of attention; from the embeddings on they are of the weights' format.
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
         policy = mixed if precision == "bf16_mixed" else MixedPrecisionPolicy()
+        for experts in dealt_modules(model):
+            fully_shard(experts, mesh=groups.expert_shard_mesh, mp_policy=policy)
         for layer in language_layers(model):  # a tower's run for rows with images alone, and not on all ranks at the same time
             fully_shard(layer, mesh=groups.shard_mesh, mp_policy=policy)
         embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -126,7 +129,7 @@ def load(
         compiles: whether layers are compiled, once the model has its final form on its device.
     """
     loaded = None
-    if groups.shape.shard > 1 or groups.shape.tp > 1:
+    if groups.shape.divides:
         try:
             loaded = _load_parts(read, groups, precision=precision)
         except WholeOnlyError as exc:
@@ -148,6 +151,8 @@ def _load_parts(
     def divide(empty: PreTrainedModel) -> None:
         if shape.tp > 1:
             slice_layers(empty, groups.mesh["tp"], experts=shape.ep > 1)
+        if groups.expert_mesh is not None:
+            deal_experts(empty, groups.expert_mesh["ep"])
         if _in_shards(groups):
             found.append(Sharded(empty, groups, precision))
 
@@ -156,9 +161,11 @@ def _load_parts(
         _check_packs(model, groups)
     strategy = found[0] if found else Alone(model)
     with strategy.scoring():  # at its end, it drops the remains of the forward passes that try the model
+        computes = torch.bfloat16 if found and precision == "bf16_mixed" else None
         if shape.tp > 1:
-            mixed = bool(found) and precision == "bf16_mixed"
-            check_slices(model, groups.mesh["tp"], computes=torch.bfloat16 if mixed else None)
+            check_slices(model, groups.mesh["tp"], computes=computes)
+        if groups.expert_mesh is not None:
+            check_dealt(model, groups.expert_mesh["ep"], computes=computes)
         _spread(strategy, groups)
     return model, strategy
 
@@ -185,6 +192,8 @@ def _distribute(model: PreTrainedModel, groups: ProcessGroups, *, precision: Pre
     shape = groups.shape
     if shape.tp > 1:
         divide(model, groups.mesh["tp"], experts=shape.ep > 1)
+    if groups.expert_mesh is not None:
+        deal_experts(model, groups.expert_mesh["ep"])
     shares = groups.gradient_mesh.size() > 1
     if _in_shards(groups):
         _check_packs(model, groups)
@@ -197,12 +206,13 @@ def _in_shards(groups: ProcessGroups) -> bool:
 
     DDP knows nothing of divided models. Frozen models are distributed alike, since a reference is given the policy's weights.
     """
-    return groups.shape.shard > 1 or (groups.shape.tp > 1 and groups.gradient_mesh.size() > 1)
+    shape = groups.shape
+    return shape.shard > 1 or (shape.divides and groups.gradient_mesh.size() > 1)
 
 
 def _check_packs(model: PreTrainedModel, groups: ProcessGroups) -> None:
     if not packs_rows(model):
-        name = "shard" if groups.shape.shard > 1 else "tp"
+        name = next(name for name in ("shard", "tp", "ep") if getattr(groups.shape, name) > 1)
         raise ModelError(f"{type(model).__name__.removeprefix('FSDP')} cannot pack its rows, which train.parallel.{name} > 1 needs; use 1")
 
 

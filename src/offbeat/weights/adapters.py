@@ -18,8 +18,8 @@ _POLICY = "policy"
 T = TypeVar("T")
 
 
-def check_many(lora: LoraConfig, train: TrainConfig, *, shard: int, tp: int) -> None:
-    """Refuse settings with which many adapters cannot train; `shard` and `tp` are ranks that divide the base model, as in [train.parallel].
+def check_many(lora: LoraConfig, train: TrainConfig, *, shard: int, tp: int, ep: int) -> None:
+    """Refuse settings with which many adapters cannot train; ranks divide the base model by `shard`, `tp` and `ep` of [train.parallel].
 
     Raises:
         ConfigError: model.lora.rank is 0, model.lora.dropout or train.router_aux_loss_coefficient is not, or the model is divided.
@@ -33,7 +33,7 @@ def check_many(lora: LoraConfig, train: TrainConfig, *, shard: int, tp: int) -> 
         raise ConfigError(
             f"train.router_aux_loss_coefficient must be 0 to train many adapters, got {coefficient:g}; the loss of one would depend on the"
             " tokens of the others")
-    for name, given in (("shard", shard), ("tp", tp)):
+    for name, given in (("shard", shard), ("tp", tp), ("ep", ep)):
         if given > 1:
             raise ConfigError(
                 f"train.parallel.{name} must be 1 to train many adapters, got {given}; each rank passes its rows at its own pace and holds"
