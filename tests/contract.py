@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from offbeat.aio import gather_all
 from offbeat.data.tokenizer import character_tokenizer
@@ -60,6 +60,22 @@ def build_model(folder: Path, *, seed: int, tied: bool) -> str:
         model = AutoModelForCausalLM.from_config(config)
         for name, parameter in model.named_parameters():
             parameter.data.normal_(1.0 if "norm" in name else 0.0, 0.2)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def build_expert_model(folder: Path, *, seed: int, std: float = 0.2, num_experts: int = 4) -> str:
+    """Write a mixture of experts, and its tokenizer."""
+    tokenizer = character_tokenizer()
+    tokenizer.save(folder)
+    config = Qwen3MoeConfig(
+        vocab_size=tokenizer.vocab_size, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+        num_experts=num_experts, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True, **SIZES)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+        for name, parameter in model.named_parameters():
+            parameter.data.normal_(1.0 if "norm" in name else 0.0, std)
     model.save_pretrained(folder)
     return str(folder)
 

@@ -5,30 +5,24 @@ differs from the one before by one step of Adam at a learning rate of 1e-5, whic
 matrix may round to the same bits after that, the step is larger.
 """
 
-import asyncio
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from contract import CANARY, MAX_ADAPTERS, MAX_RANK, WITH_VLLM, Engine, Models, Reference
-from offbeat.config.weights import WeightsConfig
+from drilled_engines import FORMS, OTHER_WEIGHTS, SPLIT, Drilled, Server, Versions, faulty_servers, published_in
 from offbeat.engine import matrix
-from offbeat.engine.options import EngineAddress, EngineOptions
+from offbeat.engine.options import EngineOptions
 from offbeat.engine.server import EngineServer
 from offbeat.errors import EngineError, ProofError, PublishError
 from offbeat.fleet.adapters import AdapterCache, Installed
 from offbeat.fleet.pool import EnginePool
-from offbeat.fleet.publishers import WeightsPublisher
-from offbeat.fleet.server_worker import ServerStart
-from offbeat.fleet.servers import server_command
 from offbeat.inference.client import EngineClient
 from offbeat.inference.dialects.embedded import EmbeddedDialect
 from offbeat.inference.dialects.vllm import VllmDialect
@@ -37,23 +31,14 @@ from offbeat.model.fingerprint import fingerprint
 from offbeat.model.hf_io import read_safetensors
 from offbeat.model.peft_io import Adapter, read_adapter, write_adapter
 from offbeat.sync.weight_broadcast import WeightBroadcast
-from offbeat.trainer.state import Dtype
 from offbeat.weights.proof import ProofJudge
 from offbeat.weights.protocol import Manifest, Proof
-from offbeat.workers.local import LocalLauncher
-from offbeat.workers.worker import WorkerSpec, ask
-from small_run import small_config
 from support.weight_faults import LOADING, spoil
 
 pytestmark = pytest.mark.timeout(400)  # the first test of a kind starts the servers
 DTYPES = ("float32", "bfloat16")
-FORMS = ("int8", "int4", "fp8")
-LR = {"int4": 1e-3, "fp8": 1e-4}
-"""By form of the weights; 1e-5 for all others."""
-SUPPORT = Path(__file__).parents[1] / "support"
-OTHER_WEIGHTS = {
-    "embedded": r"engine 0: its weights have fingerprint \w+ instead of",
-    "vllm": r"engine 0: \w+ failed: .* \S+\.weight and \d+ other tensors are not what was read"}
+ADAPTERS = {
+    "model__lora__rank": "4", "inference__max_adapters": str(MAX_ADAPTERS), "inference__max_adapter_rank": str(MAX_RANK)}
 OTHER_ADAPTER = {
     "embedded": r"engine 0 failed its proof of alice@2: its weights have fingerprint \w+ instead of",
     "vllm": r"engine 0 failed its proof of alice@2: it does not compute with what is in its folder: \S+ and \d+ other tensors differ"}
@@ -63,59 +48,8 @@ ENGINES = [
     pytest.param(("embedded", "int8", ()), id="embedded-int8"),
     *(pytest.param(("vllm", dtype, ()), id=f"vllm-{dtype}", marks=VLLM) for dtype in (*DTYPES, "int8")),
     *(pytest.param(("vllm", form, ()), id=f"vllm-{form}", marks=[VLLM, pytest.mark.whole_run]) for form in FORMS if form != "int8")]
-SPLIT = ("--tensor-parallel-size", "2")
 SPLIT_ENGINE = pytest.param(("vllm", "float32", SPLIT), id="vllm-split", marks=VLLM)
 SPLIT_ROUNDED = pytest.param(("vllm", "int8", SPLIT), id="vllm-int8-split", marks=[VLLM, pytest.mark.whole_run])
-Server = tuple[str, tuple[str, ...]]
-"""Number format or form, and further arguments of a vLLM server."""
-
-
-class Versions:
-    """A policy that learns: a channel whose every version is one step of Adam from the last."""
-
-    def __init__(self, model: str, root: Path, *, dtype: str) -> None:
-        self._model, self._root, self._dtype, self._lr = Path(model), root, _published(dtype), LR.get(dtype, 1e-5)
-        self._state = {name: tensor.float() for name, tensor in read_safetensors(model)}
-        self._random = torch.Generator().manual_seed(5)
-        self.folder = model
-
-    async def write(self, version: int, *, num_receivers: int = 0) -> Manifest:
-        folder = Path(shutil.copytree(self._model, self._root / f"v{version:08d}"))
-        for tensor in self._state.values():
-            tensor += self._lr * torch.randn(tensor.shape, generator=self._random).sign()
-        state = {name: tensor.to(getattr(torch, self._dtype)) for name, tensor in self._state.items()}
-        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-        told = fingerprint((name, tensor.view(-1).view(torch.uint8).numpy()) for name, tensor in state.items())
-        self.folder = str(folder)
-        return Manifest(version, self.folder, told, CANARY, tuple(Reference(self.folder).logprobs(CANARY[:1], CANARY[1:])))
-
-    async def rewrite(self, manifest: Manifest) -> Manifest | None:
-        return None
-
-    def prune(self, served: int) -> None:
-        """All stay."""
-
-
-@dataclass
-class Drilled:
-    """An engine that can be made to go wrong, and what publishes to it.
-
-    Attributes:
-        spoil: has the next loads go wrong; of whole weights by the name of a fault, of adapters by the folder that is read instead.
-    """
-
-    engine: Engine
-    versions: Versions
-    judge: ProofJudge
-    spoil: Callable[..., None]
-
-    async def publish(self, publisher: WeightsPublisher) -> None:
-        self.engine.version += 1
-        await publisher.publish(self.engine.version)
-        await publisher.settle()
-
-    def publisher(self, client: EngineClient) -> WeightsPublisher:
-        return WeightsPublisher(EnginePool([client]), self.versions, WeightsConfig(), judge=self.judge)
 
 
 @contextmanager
@@ -125,7 +59,7 @@ def embedded(models: Models, dtype: str) -> Iterator[tuple[Engine, Callable[...,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(matrix, "PACK_FROM", 1)
         server = EngineServer(EngineOptions(
-            model=model, dtype=_published(dtype), quantization="int8" if dtype == "int8" else "none", version=-1,
+            model=model, dtype=published_in(dtype), quantization="int8" if dtype == "int8" else "none", version=-1,
             max_adapters=MAX_ADAPTERS, max_adapter_rank=MAX_RANK, max_running=64))
         forward, adapters = server._engine._forward, server._engine.adapters
         prepare, put, read = forward.prepare, forward.install, adapters.read
@@ -152,44 +86,17 @@ def embedded(models: Models, dtype: str) -> Iterator[tuple[Engine, Callable[...,
             server.stop()
 
 
-@contextmanager
-def faulty_servers(models: Models, root: Path, *servers: Server) -> Iterator[dict[Server, tuple[str, Path]]]:
-    """Of each server: the URL of one with a worker that goes wrong, and the file that says how."""
-    launcher, model = LocalLauncher(stop_timeout_s=5), models.folder()
-
-    async def serve(dtype: str, arguments: tuple[str, ...]) -> tuple[str, Path]:
-        config = small_config(
-            root, model, inference__engine="vllm", model__dtype=_published(dtype), model__lora__rank="4", inference__max_running="64",
-            inference__quantization=dtype if dtype in FORMS else "none",
-            inference__max_adapters=str(MAX_ADAPTERS), inference__max_adapter_rank=str(MAX_RANK))
-        command, env = server_command(config.for_engines, model=model, tokenizer=model, version=-1, seed=0, key="")
-        name = dtype + "".join(arguments)
-        path = root / f"{name}.json"
-        env |= {"OFFBEAT_TEST_FAULT": str(path), "PYTHONPATH": os.pathsep.join([env["PYTHONPATH"], str(SUPPORT)])}
-        start = ServerStart((*command, "--worker-extension-cls", "vllm_faults.FaultyWorker", *arguments), env, "127.0.0.1", 240)
-        worker = await launcher.start(
-            WorkerSpec(name, "offbeat.fleet.server_worker:ServerWorker", root / f"{name}.log"), timeout_s=60)
-        return (await ask(worker, "start", start, EngineAddress, timeout_s=250)).url, path
-
-    async def serve_all() -> dict[Server, tuple[str, Path]]:
-        return dict(zip(servers, await asyncio.gather(*(serve(*server) for server in servers)), strict=True))
-
-    with asyncio.Runner() as runner, ExitStack() as stack:
-        stack.callback(lambda: runner.run(launcher.__aexit__(None)))
-        yield runner.run(serve_all())
-
-
 @pytest.fixture(scope="module")
 def faulty_vllm(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Server, tuple[str, Path]]]:
     """A server in each number format."""
-    with faulty_servers(models, tmp_path_factory.mktemp("faulty"), *((dtype, ()) for dtype in DTYPES)) as servers:
+    with faulty_servers(models.folder(), tmp_path_factory.mktemp("faulty"), *((dtype, ()) for dtype in DTYPES), **ADAPTERS) as servers:
         yield servers
 
 
 @pytest.fixture(scope="module")
 def faulty_split(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Server, tuple[str, Path]]]:
     """A server that splits the model over two workers."""
-    with faulty_servers(models, tmp_path_factory.mktemp("split"), ("float32", SPLIT)) as servers:
+    with faulty_servers(models.folder(), tmp_path_factory.mktemp("split"), ("float32", SPLIT), **ADAPTERS) as servers:
         yield servers
 
 
@@ -203,7 +110,7 @@ def drilled(request: pytest.FixtureRequest, models: Models, tmp_path_factory: py
             engine, fail = stack.enter_context(embedded(models, dtype))
         else:
             if dtype in FORMS:  # one at a time
-                servers = stack.enter_context(faulty_servers(models, root, (dtype, arguments)))
+                servers = stack.enter_context(faulty_servers(model, root, (dtype, arguments), **ADAPTERS))
             else:
                 servers = request.getfixturevalue("faulty_split" if arguments else "faulty_vllm")
             url, path = servers[dtype, arguments]
@@ -213,11 +120,6 @@ def drilled(request: pytest.FixtureRequest, models: Models, tmp_path_factory: py
                 path.write_text(json.dumps({"fault": fault, "adapter": adapter}))
 
         yield Drilled(engine, Versions(model, root, dtype=dtype), ProofJudge.of(0.0, dtype), fail)
-
-
-def _published(dtype: str) -> Dtype:
-    """The number format in which weights come to an engine that has this one."""
-    return "bfloat16" if dtype in ("bfloat16", "int4", "fp8") else "float32"
 
 
 @pytest.mark.parametrize("drilled", [*ENGINES, SPLIT_ENGINE, SPLIT_ROUNDED], indirect=True)
@@ -320,6 +222,7 @@ async def prove_and_unload(client: EngineClient, drilled: Drilled, manifest: Man
     await client.unload_adapter("alice@2", timeout_s=60)
 
 
+@pytest.mark.parametrize("drilled", [*ENGINES, SPLIT_ENGINE], indirect=True)
 def test_an_adapter_whose_folder_holds_another_ones_files_is_refused(drilled: Drilled, adapters: list[Manifest]) -> None:
     async def body(client: EngineClient) -> None:
         with pytest.raises(ProofError, match=r"engine 0 failed its proof of alice@2: .* fingerprint \w+ instead of"):
@@ -329,6 +232,7 @@ def test_an_adapter_whose_folder_holds_another_ones_files_is_refused(drilled: Dr
     drilled.engine.run(body)
 
 
+@pytest.mark.parametrize("drilled", [*ENGINES, SPLIT_ENGINE], indirect=True)
 def test_an_engine_that_serves_another_adapters_files_under_the_name_is_refused(
     drilled: Drilled, adapters: list[Manifest],
 ) -> None:
@@ -342,6 +246,7 @@ def test_an_engine_that_serves_another_adapters_files_under_the_name_is_refused(
     drilled.engine.run(body)
 
 
+@pytest.mark.parametrize("drilled", [*ENGINES, SPLIT_ENGINE], indirect=True)
 def test_a_name_that_an_engine_has_from_before_is_not_believed_to_be_what_lies_in_its_folder_now(
     drilled: Drilled, adapters: list[Manifest],
 ) -> None:

@@ -304,6 +304,40 @@ def test_nothing_is_said_of_an_adapter_that_made_room_or_lies_otherwise_than_it_
     assert not wrong and len(unread) == 4
     shared = manager(adapter(2, "q", "o"), number=7, slot=0)
     for layer in shared.modules.values():
-        layer.tp_size = 2
+        layer.tp_size, layer.lora_config = 2, SimpleNamespace(fully_sharded_loras=True)
     wrong, unread = check(shared, 7, folder)
     assert not wrong and len(unread) == 4
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_compares_its_share_of_an_adapter(tmp_path: Path, rank: int) -> None:
+    check = importlib.import_module("vllm_readback").check_adapter
+    wanted, folder = adapter(1, "q", "k", "v", "o"), str(tmp_path / "alice")
+    write_adapter(wanted, Path(folder), base_model="base")
+
+    def worker(own: Adapter) -> SimpleNamespace:
+        """Half of q, all of k and v, of which there are not enough to share, and the columns of o's A."""
+        qkv, out = Adapted(4, 4, 4), Adapted(WIDTH)
+        out.lora_a_stacked = (torch.zeros(3, 1, MOST, WIDTH // 2),)
+        bases = SimpleNamespace(output_partition_sizes=[4, 4, 4], input_size_per_partition=WIDTH), SimpleNamespace(
+            output_partition_sizes=[WIDTH], input_size_per_partition=WIDTH // 2)
+        for layer, base in zip((qkv, out), bases, strict=True):
+            layer.base_layer, layer.tp_size, base.tp_rank, base.tp_size = base, 2, rank, 2
+        for name, (a, b) in own.pairs.items():
+            b = b * own.scaling
+            if name == "model.o_proj":
+                out.load(0, 0, a.chunk(2, 1)[rank], b)
+            else:
+                qkv.load(0, "qkv".index(name[6]), a, b.chunk(2)[rank] if name == "model.q_proj" else b)
+        return SimpleNamespace(
+            lora_index_to_id=[7, None, None], packed_modules_mapping={"qkv_proj": ["q_proj", "k_proj", "v_proj"]},
+            modules={"model.qkv_proj": qkv, "model.o_proj": out})
+
+    assert check(worker(wanted), 7, folder) == ([], [])
+    for name, (a, b) in wanted.pairs.items():
+        last = Adapter(RANK, 1.5, {**wanted.pairs, name: (a + (torch.arange(WIDTH) >= WIDTH // 2), b)})
+        expected = [f"base_model.model.{name}.lora_A.weight"]
+        assert check(worker(last), 7, folder) == ([] if name == "model.o_proj" and rank == 0 else expected, []), name
+        last = Adapter(RANK, 1.5, {**wanted.pairs, name: (a, b + (torch.arange(len(b)) >= len(b) // 2)[:, None])})
+        expected = [f"base_model.model.{name}.lora_B.weight"]
+        assert check(worker(last), 7, folder) == ([] if name == "model.q_proj" and rank == 0 else expected, []), name

@@ -1,10 +1,11 @@
 """Reads back the weights that a vLLM worker computes with and compares them with the files that it loaded. Used by `vllm_inside`.
 
 vLLM fuses weights and packs them for its kernels, so that most no longer exist in their original form. But a linear layer can be probed:
-one-hot rows as input return columns of its matrix, exactly, by the kernel that serves. A tensor is compared where that works, which is
-tried on the weights that the server started with; the others are counted, and nothing is claimed about them. With tensor parallelism each
-worker compares its share of a tensor. Rounded weights (`rounding`) are compared with what rounding the tensor gives: columns, all scales
-and, where the kernel's memory shows them, all numbers. Adapters keep their original form and are compared completely.
+one-hot rows as input return columns of its matrix, exactly, by the kernel that serves. Of experts (`vllm_experts`) such columns are read
+from the kernel's memory. A tensor is compared where that works, which is tried on the weights that the server started with; the others are
+counted, and nothing is claimed about them. With tensor parallelism each worker compares its share of a tensor. Rounded weights (`rounding`)
+are compared with what rounding the tensor gives: columns, all scales and, where the kernel's memory shows them, all numbers. Adapters keep
+their original form and are compared completely.
 """
 
 import json
@@ -17,9 +18,12 @@ from typing import Any
 import torch
 from rounding import Rounded, round_matrix
 from torch import Tensor, nn
+from vllm_experts import Expert
 from vllm_files import files_of, read_files
 
 _NUM_COLUMNS = 8
+_NUM_NUMBERS = 4096
+"""Of small matrices, such as routers, so many columns are read that they hold as many numbers: in 16 bits a step changes few of them."""
 _NUM_SUMS = 4
 """Signed sums of whole rows; one number that is wrong changes all of them."""
 _HEAD = "lm_head.weight"
@@ -63,11 +67,14 @@ class ReadBack:
                     if every or f"{label}: {what}" in self._readable:
                         yield f"{label}: {what}", equal
 
-    def _places(self, name: str, *, tied: bool) -> Iterable[tuple[str, nn.Module | None, int | None]]:
+    def _places(self, name: str, *, tied: bool) -> Iterable[tuple[str, nn.Module | Expert | None, int | None]]:
         """Yield the places of a tensor: a label, the module, and the number of the tensor among its fused parts; None for all of it.
 
         The embedding has two places where it is tied to the head.
         """
+        if (expert := Expert.of_tensor(self._modules, name)) is not None:
+            yield name, expert, None
+            return
         path, _, _ = name.rpartition(".")
         last = path.rpartition(".")[2]
         parent = path.removesuffix(last)
@@ -90,12 +97,14 @@ def _compare_live(module: Any, name: str, tensor: Tensor, part: int | None, turn
     Raises:
         ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError: they cannot be read here.
     """
+    if isinstance(module, Expert):
+        return _compare_expert(module, tensor, turn), {}
     rows, own = _rows(module, tensor, part)
     kind = name.rpartition(".")[2]
     if kind != "weight" or tensor.ndim != 2 or not hasattr(module, "quant_method") or type(module).__name__ == "VocabParallelEmbedding":
         return _equal(getattr(module, kind)[rows], tensor[own]), {}
     width, first = _width(module, tensor)
-    columns = ((torch.linspace(0, width - 1, _NUM_COLUMNS).long() + turn) % width).unique()
+    columns = _columns(width, len(tensor[own]), turn)
     asked = torch.zeros(len(columns), width)
     asked[torch.arange(len(columns)), columns] = 1
     form = form_of(module.quant_method)
@@ -107,6 +116,21 @@ def _compare_live(module: Any, name: str, tensor: Tensor, part: int | None, turn
         signs = torch.randint(0, 2, (_NUM_SUMS, width), generator=torch.Generator().manual_seed(turn)) * 2.0 - 1
         told, wanted = torch.cat([told, _ask(module, signs)[:, rows].T], 1), torch.cat([wanted.double(), rounded.signed_sums(signs)], 1)
     return _close(told, wanted), _compare_stored(module, rounded, rows)
+
+
+def _compare_expert(expert: Expert, tensor: Tensor, turn: int) -> bool:
+    """Compare a tensor of an expert as `_compare_live` does. True if another worker has the expert."""
+    own = expert.share(tensor)
+    if own is None:
+        return True
+    columns = _columns(own.shape[1], len(own), turn)
+    return _equal(expert.columns(columns, len(own)), own[:, columns])
+
+
+def _columns(width: int, num_rows: int, turn: int) -> Tensor:
+    """Return the numbers of the columns, of `width`, that are read of so many rows: other ones each turn, far apart."""
+    count = min(width, max(_NUM_COLUMNS, _NUM_NUMBERS // num_rows))
+    return ((torch.linspace(0, width - 1, count).long() + turn) % width).unique()
 
 
 def form_of(method: Any) -> str:
@@ -209,9 +233,12 @@ def check_adapter(manager: Any, number: int, folder: str) -> tuple[list[str], li
             continue
         module, part = place
         live = (module.lora_a_stacked if match["side"] == "A" else module.lora_b_stacked)[part][slot, 0]
+        if (own := _lora_share(module, match["side"], tensor, part, live)) is None:
+            unread.append(name)
+            continue
         seen.add((module, part))
         wanted = torch.zeros_like(live)
-        given = tensor.to(live.dtype) * (1.0 if match["side"] == "A" else scaling)
+        given = own.to(live.device, live.dtype) * (1.0 if match["side"] == "A" else scaling)
         wanted[: given.shape[0], : given.shape[1]] = given
         wrong += [] if torch.equal(live, wanted) else [name]
     for name, module in manager.modules.items() if not unread else ():
@@ -229,9 +256,22 @@ def _lora_place(manager: Any, path: str) -> tuple[Any, int] | None:
     for place, part in places.items():
         module = manager.modules.get(place)
         parts = getattr(module, "lora_b_stacked", ())
-        if isinstance(parts, tuple) and part < len(parts) and getattr(module, "tp_size", 1) == 1:
+        if isinstance(parts, tuple) and part < len(parts):
             return module, part
     return None
+
+
+def _lora_share(module: Any, side: str, tensor: Tensor, part: int, live: Tensor) -> Tensor | None:
+    """Return this worker's share of A [r, I] or B [O, r] in an adapted layer, in the form of `live`; None if it is split in another way."""
+    if getattr(module, "tp_size", 1) == 1:
+        return tensor
+    if getattr(getattr(module, "lora_config", None), "fully_sharded_loras", False):  # along the rank, too
+        return None
+    if side == "A":
+        width, first = _width(module.base_layer, tensor)
+        return tensor[:, first : first + width] if width == live.shape[1] else None
+    _, own = _rows(module.base_layer, tensor, part)
+    return tensor[own] if own.stop - own.start == len(live) else None
 
 
 def _scaling(folder: str) -> float:
