@@ -34,6 +34,8 @@ class EngineKind:
         splits: whether it divides a model over several devices (`inference.devices_per_engine`).
         batch_invariant: whether it can compute a token to the same bits in every batch (`inference.batch_invariant`).
         gives_routes: whether it returns the experts that each token used (`model.route_replay`).
+        routes_need_devices: whether it does so on accelerators only.
+        routes_need_prefixes: whether it does so only if it caches prefixes, and drops them at a switch of the weights.
         gives_supports: whether it returns the tokens among which each token was drawn (`model.support_replay`).
         adapts_experts: whether it serves adapters of a mixture's experts in PEFT's form (`model.lora.targets`).
         reads_images: whether it takes prompts with ids of images (`data.image_store`).
@@ -51,6 +53,8 @@ class EngineKind:
     splits: bool = False
     batch_invariant: bool = False
     gives_routes: bool = False
+    routes_need_devices: bool = False
+    routes_need_prefixes: bool = False
     gives_supports: bool = False
     adapts_experts: bool = False
     reads_images: bool = False
@@ -65,7 +69,8 @@ ENGINE_KINDS: Mapping[str, EngineKind] = MappingProxyType({
         gives_routes=True, gives_supports=True, adapts_experts=True, reads_images=True, reports_context=True, goes_on=True,
         forms=(WeightForm("int8", on_devices=False),)),
     "vllm": EngineKind(
-        takes_changes=True, takes_broadcasts=True, sleeps=True, splits=True, gives_routes=True, reports_context=True, setup="make vllm",
+        takes_changes=True, takes_broadcasts=True, sleeps=True, splits=True, reports_context=True, setup="make vllm",
+        gives_routes=True, routes_need_devices=True, routes_need_prefixes=True,
         forms=(WeightForm("int8"), WeightForm("int4", formats=("bfloat16",)), WeightForm("fp8", formats=("bfloat16",)))),
     "sglang": EngineKind(splits=True),
 })

@@ -25,16 +25,32 @@ def check_engines(inference: InferenceConfig) -> None:
         raise ValueError(f"inference.min_engines must be <= the {num_engines} of inference.{name}, got {inference.min_engines}")
 
 
-def check_routes(model: ModelConfig, *, inference: InferenceConfig, num_minibatches: int) -> None:
+def check_routes(model: ModelConfig, *, inference: InferenceConfig, weights: WeightsConfig, num_minibatches: int) -> None:
     """Check that there are the experts that are to be replayed."""
     if model.route_replay == "rollout" and not inference.kind.gives_routes:
         raise ValueError(
             f"model.route_replay must not be 'rollout' with inference.engine = '{inference.engine}', got it; only"
             f" {kinds_that('gives_routes')} returns the experts that each token used, so choose 'off', or 'old_policy'")
+    if model.route_replay == "rollout" and not inference.urls:
+        _check_route_engines(inference, weights)
     if model.route_replay == "old_policy" and num_minibatches == 1:
         raise ValueError(
             "model.route_replay must not be 'old_policy' with algorithm.num_minibatches = 1, got it; the only update of a step begins at"
             " the old policy, whose experts are its own, so leave it out")
+
+
+def _check_route_engines(inference: InferenceConfig, weights: WeightsConfig) -> None:
+    """Check that the engines that the run starts are such that they can return routes."""
+    refused, name = "model.route_replay must not be 'rollout' with inference.engine =", inference.engine
+    if inference.kind.routes_need_devices and not inference.devices_per_engine:
+        raise ValueError(
+            f"{refused} '{name}' and inference.devices_per_engine = 0, got it; {name} returns the experts that each token used on"
+            " accelerators only, so choose 'off', 'old_policy', or the embedded engine")
+    if inference.kind.routes_need_prefixes and (not inference.prefix_caching or weights.interrupt == "keep"):
+        setting = "weights.interrupt = 'keep'" if inference.prefix_caching else "inference.prefix_caching = false"
+        raise ValueError(
+            f"{refused} '{name}' and {setting}, got it; {name} returns the experts that each token used only if it caches prefixes, so"
+            " change one of both")
 
 
 def check_supports(model: ModelConfig, *, inference: InferenceConfig, needs_teacher: bool) -> None:

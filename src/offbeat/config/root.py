@@ -127,7 +127,8 @@ class Config(LearningConfig):
             raise ValueError(
                 f"model.tiny.num_kv_heads must divide num_heads = {self.model.tiny.num_heads}, got {self.model.tiny.num_kv_heads}")
         process_rules.check_quantization(self.inference, model=self.model)
-        process_rules.check_routes(self.model, inference=self.inference, num_minibatches=self.algorithm.num_minibatches)
+        process_rules.check_routes(
+            self.model, inference=self.inference, weights=self.weights, num_minibatches=self.algorithm.num_minibatches)
         process_rules.check_supports(self.model, inference=self.inference, needs_teacher=self.algorithm.needs_teacher)
         process_rules.check_step(self.train, model=self.model)
         process_rules.check_channel(self.weights, model=self.model, inference=self.inference)
