@@ -203,12 +203,7 @@ def _read_proc(task: int, name: str) -> str:
 
 @dataclass(frozen=True)
 class Hang:
-    """A thread that hangs.
-
-    Attributes:
-        still_s: seconds without a sign of life.
-        stack: one line per call, innermost last.
-    """
+    """A thread that hangs, `still_s` seconds without a sign of life; `stack` has one line per call, innermost last."""
 
     where: str
     still_s: float

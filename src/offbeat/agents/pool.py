@@ -41,13 +41,7 @@ class Seat:
         self._process = process
 
     async def call(self, method: str, request: Any, kind: type[T], *, timeout_s: float) -> T:
-        """Call the process.
-
-        Raises:
-            CodeError: user code raised.
-            LostError: the process ended.
-            DeadlineError: no answer came in time.
-        """
+        """Call the process; raises CodeError if user code did, LostError if it ended, DeadlineError if no answer came in time."""
         try:
             return wire.decode(kind, await self._process.child.call(method, wire.encode(request), timeout_s=timeout_s))
         except DeathError as exc:

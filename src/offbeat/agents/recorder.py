@@ -70,12 +70,7 @@ class Node:
 
 @dataclass(eq=False)
 class PendingTurn:
-    """A request that waits for its answers.
-
-    Attributes:
-        prompt: [L] token ids to continue.
-        nodes: its answers so far; several if the request asks for n of them.
-    """
+    """A request that continues `prompt` [L] token ids, and waits for its answers, `nodes`; several if it asks for n of them."""
 
     request: ChatRequest
     prompt: tuple[int, ...]

@@ -80,12 +80,7 @@ class SharedCall:
 
 
 class Session:
-    """One episode's calls.
-
-    Attributes:
-        id: names it in logs; tells nothing about its key.
-        key: secret that its clients have to send, such as "sk-" and 43 characters.
-    """
+    """One episode's calls. `id` names it in logs, and tells nothing about `key`, its clients' secret, such as "sk-" and 43 characters."""
 
     def __init__(self, recorder: Recorder, generate: Generate, *, key: str, linger_s: float) -> None:
         """`linger_s` is the seconds that a call runs on without a client, who may try again."""
@@ -223,12 +218,7 @@ class SessionGroup:
         self._is_sealed = False
 
     def session(self, name: str) -> Session:
-        """Return the session of that name, a new one if it has none yet.
-
-        Raises:
-            SealedError: the group has ended.
-            RefusedError: there is no name, or there are too many.
-        """
+        """Return the session of that name, perhaps a new one; raises SealedError after the group, RefusedError for no name, or too many."""
         if name not in self._named:
             if self._is_sealed:
                 raise SealedError("these episodes have ended, so their key records nothing any more; begin others")

@@ -67,12 +67,7 @@ OwnCredit = Callable[[SampleGroups, dict[str, Any]], Any]
 
 
 def sample_groups(episodes: Episodes, rewards: np.ndarray, *, lengths: np.ndarray) -> SampleGroups:
-    """Describe the usable trajectories of a batch to a user's function.
-
-    Args:
-        rewards: [U] float64, the shaped reward of each part.
-        lengths: [N] int64, as in `SampleGroups`.
-    """
+    """Describe the usable trajectories of a batch: shaped rewards [U] float64 of parts, `lengths` [N] int64 as in `SampleGroups`."""
     turns, versions = [], []
     for trajectory, length in zip(episodes.trajectories, lengths, strict=True):
         turns.append(turn_of_tokens(trajectory) if length else np.zeros(0, np.int64))

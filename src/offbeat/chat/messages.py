@@ -14,12 +14,7 @@ SaidKind = Literal["reasoning", "content"]
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool by the model.
-
-    Attributes:
-        id: connects the call with its result.
-        arguments: JSON text of an object, as the model wrote it, e.g. '{"city": "Oslo"}'.
-    """
+    """A call of a tool by the model; `id` connects it with its result. `arguments` is JSON as the model wrote it: '{"city": "Oslo"}'."""
 
     id: str
     name: str
@@ -50,12 +45,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool that the model may call.
-
-    Attributes:
-        parameters: JSON schema of an object.
-        strict: whether a forced call must have arguments that the schema accepts.
-    """
+    """A tool that the model may call; `parameters` is a JSON schema of an object, to which a forced call that is `strict` keeps."""
 
     name: str
     description: str = ""

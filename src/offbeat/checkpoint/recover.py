@@ -31,12 +31,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Damage:
-    """A checkpoint that cannot be used.
-
-    Attributes:
-        reason: which file is not as it was written.
-        finished: whether it was once complete; an interrupted save is not worth keeping.
-    """
+    """A checkpoint that cannot be used: `reason` tells the file. One never `finished`, an interrupted save, is not worth keeping."""
 
     step: int
     folder: Path

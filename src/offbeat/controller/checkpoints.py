@@ -47,11 +47,7 @@ def index_of(run_dir: Path, kind: str) -> CheckpointIndex:
 
 
 def check_heads(folder: Path, saved: SavedState, num_heads: int) -> None:
-    """Refuse a checkpoint of another number of processes that draw data, because each goes on with its own rows.
-
-    Raises:
-        ConfigError: the numbers differ; says how to resume.
-    """
+    """Raise ConfigError, with the way to resume, if another number of processes drew data, since each goes on with its own rows."""
     if saved.heads and len(saved.heads) != num_heads:
         raise ConfigError(
             f"the checkpoint {folder} was written by {len(saved.heads)} processes that draw data, and now there are {num_heads}; resume"

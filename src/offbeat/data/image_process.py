@@ -25,12 +25,7 @@ _PICTURE_SIDE = 256
 
 @dataclass(frozen=True)
 class Made:
-    """An image as a family's processor makes it.
-
-    Attributes:
-        tokens: what stands in a prompt, with the image token at its placeholders.
-        arrays: inputs of the model's tower by name.
-    """
+    """An image as a processor makes it: `tokens` stand in a prompt, with placeholders; `arrays` are the tower's inputs by name."""
 
     tokens: list[int]
     arrays: dict[str, Any]

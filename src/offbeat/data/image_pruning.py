@@ -17,12 +17,7 @@ _YOUNG_S = 3600.0
 
 @dataclass(frozen=True)
 class Pruned:
-    """What was removed and what is left.
-
-    Attributes:
-        runs: names of the runs that are gone, in order.
-        num_unknown: of the images that are kept, those that no run has noted.
-    """
+    """What was removed, of `runs` that are gone, in order, and what is left; `num_unknown` of these images no run has noted."""
 
     runs: tuple[str, ...]
     num_removed: int

@@ -243,11 +243,7 @@ def images_folder(run_dir: Path) -> Path:
 
 
 def link_images(folder: Path, *, into: Path) -> None:
-    """Make a folder with links to the images of another one, so that a store in it has these and writes none of them.
-
-    Raises:
-        StorageError: it cannot be made.
-    """
+    """Make a folder with links to another's images, so that a store in it writes none of them; raises StorageError if it cannot."""
     try:
         into.mkdir(parents=True, exist_ok=True)
         for entry in os.scandir(folder) if folder.is_dir() else ():

@@ -32,12 +32,7 @@ _MOST_ADDED = 4
 
 @dataclass(frozen=True)
 class Supervision:
-    """Makes supervised sequences of rows.
-
-    Attributes:
-        context: the model's, in tokens.
-        max_row_tokens: of one forward pass, which all tokens of a sequence but the last go through.
-    """
+    """Makes sequences of rows within the model's `context`, and `max_row_tokens` of a forward pass, for all tokens but the last."""
 
     tokenizer: Tokenizer
     data: DataConfig

@@ -108,12 +108,7 @@ class EngineAdapters:
         return adapter
 
     def add(self, name: str, folder: str, adapter: Adapter) -> None:
-        """Hold an adapter that `read` returned.
-
-        Raises:
-            RefusedError: as for `has`.
-            BusyError: no adapter can be evicted, because requests use them all.
-        """
+        """Hold an adapter that `read` returned; raises RefusedError as `has`, BusyError if requests use all others."""
         if self.has(name, folder):
             return
         if len(self._held) >= self._max_adapters:

@@ -30,12 +30,7 @@ _PROBE = 64
 
 @dataclass(frozen=True, eq=False)
 class Int8Weight:
-    """A quantised matrix.
-
-    Attributes:
-        ints: [O, I] int8, -127 to 127.
-        scales: [O] float32, the number that 1 stands for in each row.
-    """
+    """A quantised matrix: `ints` [O, I] int8, -127 to 127, and `scales` [O] float32, what 1 stands for in each row."""
 
     ints: Tensor
     scales: Tensor

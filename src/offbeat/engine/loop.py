@@ -31,12 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineLoop:
-    """An engine on its thread.
-
-    Attributes:
-        error: why the engine ended; None while it runs.
-        num_rounds: number of rounds begun; a round runs the waiting commands and a step.
-    """
+    """An engine on its thread; `error` is why it ended, `num_rounds` how many rounds of waiting commands and a step have begun."""
 
     def __init__(self, engine: EmbeddedEngine, *, deliver: Callable[[list[Event]], None]) -> None:
         self.engine = engine

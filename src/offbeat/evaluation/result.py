@@ -23,12 +23,7 @@ class SetResult:
 
 @dataclass(frozen=True)
 class ModelResult:
-    """One model's answers to all sets.
-
-    Attributes:
-        model: as it was named, such as a folder, a run or a URL.
-        sets: the held-out prompts first, if there are some, then each set.
-    """
+    """Answers of one model, named as a folder, run or URL, to all sets: the held-out prompts first, if there are some."""
 
     model: str
     sets: tuple[SetResult, ...]
@@ -51,11 +46,7 @@ class ModelResult:
 
 
 def write(results: Sequence[ModelResult], path: Path) -> Path:
-    """Write the scores of all models as JSON, and their answers beside it as JSON lines; returns the file of answers.
-
-    Raises:
-        StorageError: a file cannot be written.
-    """
+    """Write the models' scores as JSON, and their answers beside it as JSON lines, whose file is returned, or raise StorageError."""
     samples = samples_beside(path)
     write_lines(samples, (
         line for result in results for played in result.played.values() for line in encode_lines(played, model=result.model)))

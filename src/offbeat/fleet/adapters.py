@@ -181,11 +181,7 @@ class AdapterCache:
 
     @asynccontextmanager
     async def holding(self, engine: EngineControl, manifest: Manifest) -> AsyncIterator[None]:
-        """Make an engine hold an adapter while the body runs; it loads and proves the adapter first if it has to.
-
-        Raises:
-            EngineError: it could not be loaded in time.
-        """
+        """Make an engine hold an adapter while the body runs, loaded and proven; raises EngineError if that took too long."""
         slots, name, start = self.slots[engine.name], manifest.name, time.monotonic()
         if name not in slots.held:
             try:

@@ -45,12 +45,7 @@ class PastStep:
 
 @dataclass
 class JournalHistory:
-    """All steps in a journal.
-
-    Attributes:
-        steps: by number, in ascending order; some may be missing.
-        cuts: a sentence on each place where records are damaged.
-    """
+    """A journal's steps by number, ascending and perhaps with gaps, and a sentence on each place where records are damaged."""
 
     steps: dict[int, PastStep] = field(default_factory=dict)
     cuts: list[str] = field(default_factory=list)

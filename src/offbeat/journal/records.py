@@ -53,12 +53,7 @@ class JournalBegun:
 
 @dataclass(frozen=True)
 class PromptDrawn:
-    """A prompt was drawn and its group admitted.
-
-    Attributes:
-        version: weights that were served.
-        epoch, position: where the stream of prompts stands since.
-    """
+    """A prompt was drawn, with its stream since at `epoch` and `position`, and its group admitted under the `version` served."""
 
     prompt_id: str
     version: Version

@@ -47,11 +47,7 @@ class Metric:
             allowed=rollout.reward_env)
 
     async def check(self) -> None:
-        """Load the function in its process, so that a mistake in its name or its module is found before anything is evaluated.
-
-        Raises:
-            CodeError: it cannot be loaded.
-        """
+        """Load the function, so that a mistake in its name or module, a CodeError, is found before anything is evaluated."""
         async with self._opened():
             pass
 

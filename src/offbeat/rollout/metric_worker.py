@@ -64,11 +64,7 @@ class MetricWorker:
 
 
 def metric_values(found: Any, dotted: str) -> dict[str, float]:
-    """Return the values of a metric by name.
-
-    Raises:
-        CodeError: it is neither a finite number nor a mapping of names to such, or a metric cannot have such a name.
-    """
+    """Return a metric's values by name; raises CodeError if it is no finite number or mapping of such, or a name cannot be one."""
     value = check_reward(found)
     if isinstance(value, FailedReward):
         raise CodeError(

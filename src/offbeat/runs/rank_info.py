@@ -64,11 +64,7 @@ def read_rank_info(run: RunConfig, train: TrainConfig, environ: Mapping[str, str
 
 
 def resolve_ranks(run: RunConfig, train: TrainConfig, rank_info: RankInfo) -> TrainConfig:
-    """Return [train] with the number of ranks that torchrun has started; a controller's is unchanged.
-
-    Raises:
-        ConfigError: this number cannot be divided by [train.parallel].
-    """
+    """Return [train] with torchrun's number of ranks, or a controller's own; raises ConfigError if [train.parallel] does not divide it."""
     if run.mode == "controller":
         return train
     try:

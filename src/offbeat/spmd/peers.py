@@ -220,21 +220,12 @@ class EngineNews:
             await asyncio.sleep(_LOOK_S)
 
     async def standing(self, name: str) -> Standing | None:
-        """On another rank: return the latest `Standing` of an engine that rank 0 has announced; None if there is none.
-
-        Raises:
-            DeadlineError: the store does not answer.
-        """
+        """On another rank: return the latest `Standing` of an engine from rank 0, or None; raises DeadlineError if the store is silent."""
         text = await self._notice.read()
         return wire.decode_json(dict[str, Standing], text.encode()).get(name) if text else None
 
     async def find_url(self, engine: EngineClient) -> str:
-        """On another rank: return the engine's current URL.
-
-        Raises:
-            EngineError: as far as rank 0 has announced, the engine has not moved.
-            DeadlineError: the store does not answer.
-        """
+        """On another rank: return the engine's URL; raises EngineError if it has not moved, DeadlineError if the store is silent."""
         standing = await self.standing(engine.name)
         if standing is None or standing.url == engine.url:
             raise EngineError(f"rank 0 has not started {engine.name} anew since its last publish; it has to heal it first")

@@ -25,11 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class RunRecord:
-    """The files of a run directory that grow while the run proceeds. Only one process at a time can hold them.
-
-    Attributes:
-        writes: whether this process writes the run's files.
-    """
+    """The growing files of a run directory, which one process holds at a time; `writes` says whether this one writes them."""
 
     writes = True
 

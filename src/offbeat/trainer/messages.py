@@ -123,12 +123,7 @@ class OptimStep:
 
 @dataclass(frozen=True)
 class Stepped:
-    """Result of an optimizer step, by name.
-
-    Attributes:
-        grad_norms: norm of each gradient before clipping; not finite where the update was skipped.
-        steps: number of updates so far.
-    """
+    """Result of an optimizer step, by name: norms before clipping, not finite where an update was skipped, and numbers of `steps`."""
 
     grad_norms: dict[str, float]
     steps: dict[str, int]
@@ -290,12 +285,7 @@ class BuildRequest:
 
 @dataclass(frozen=True)
 class JoinRequest:
-    """A rank's place among its peers, and its trainee.
-
-    Attributes:
-        config: the whole configuration as JSON.
-        model: folder or hub id of the initial weights.
-    """
+    """A rank's place among peers, and trainee: `config` is all settings as JSON, `model` a folder or hub id of initial weights."""
 
     rank: int
     world: int

@@ -43,11 +43,7 @@ class Snapshot(Protocol):
         ...
 
     def write_changes(self, folder: Path, *, since: "Snapshot", base: Path) -> int:
-        """Write the changes since another snapshot, which is written in `base`, instead.
-
-        Returns:
-            Their size in bytes; 0 if nothing was written, because they are not smaller.
-        """
+        """Write the changes since another snapshot, in `base`, instead; returns their bytes, or 0 if they would not be smaller."""
         ...
 
     def offer(

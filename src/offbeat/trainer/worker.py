@@ -68,11 +68,7 @@ def build_trainers(model: str, config: RankConfig, groups: ProcessGroups, *, tra
 
 
 def find_trainer(trainers: Mapping[str, Part], method: str) -> tuple[Part, str]:
-    """Return the trainer of a call, and the method's name: the part "critic" and "train_step" for "critic.train_step".
-
-    Raises:
-        LookupError: there is no such part.
-    """
+    """Return a call's trainer and method, of part "critic" and "train_step" for "critic.train_step"; raises LookupError for no part."""
     part, _, verb = method.rpartition(".")
     if part not in trainers:
         raise LookupError(f"there is no trainer {part!r} for {method!r}")

@@ -34,12 +34,7 @@ class ImageChunk:
 
 @dataclass(frozen=True, eq=False)
 class ReadImage:
-    """An image that is stored.
-
-    Attributes:
-        tokens: [P] int32, what stands for it in a sequence.
-        num_patches: number of patches that the model's tower computes.
-    """
+    """A stored image: `tokens` [P] int32 stand for it in a sequence, and the model's tower computes `num_patches` patches."""
 
     tokens: np.ndarray
     num_patches: int

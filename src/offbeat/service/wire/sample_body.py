@@ -106,11 +106,7 @@ class SampleBody(Body):
         return pieces
 
     def request(self, limits: WireLimits, pieces: Sequence[Piece], images: ReadImages = NO_IMAGES) -> SampleRequest:
-        """Convert the body; raises BadRequestError if the prompt is empty or too long, or a field does not fit it.
-
-        Args:
-            images: all images among the pieces of the prompt.
-        """
+        """Convert the body with `images` of all its pieces; raises BadRequestError for a prompt or field that does not fit."""
         joined = join("prompt", pieces, images, limits=limits)
         prompt = tuple(joined.tokens.tolist())
         last_n, params = self.prompt_logprobs_last_n, self.sampling_params
