@@ -10,6 +10,9 @@ from tokenizers.processors import TemplateProcessing
 
 from engine_http import RL, fetch, run, serving, stream
 from offbeat.data.tokenizer import load_tokenizer
+from offbeat.engine.completion_endpoints import complete_requests, write_running
+from offbeat.engine.request import Output
+from offbeat.inference.dialects.completions import read_running
 
 
 def test_a_prompt_of_text_begins_with_the_bos_that_the_tokenizer_adds(model_folder, tmp_path):
@@ -146,3 +149,26 @@ def test_prompts_of_one_request_are_scored_together_each_with_its_own_numbers(ur
 def test_the_likeliest_tokens_of_a_prompt_are_bounded(url, body):
     status, _, answer = fetch(url, "/v1/completions", {"prompt": [5, 6], **body})
     assert status == 400 and "logprobs and prompt_logprobs of a prompt must be 0 to 20" in answer["error"]["message"], answer
+
+
+def sample(index: int, tokens: list[int], reason: str | None = None) -> Output:
+    return Output(index, tokens, [-float(token) for token in tokens], [4] * len(tokens), reason)
+
+
+def test_samples_that_run_and_those_that_have_ended_come_in_order_with_the_tokens_that_are_new():
+    have = {"r1": [0, 3, 1]}
+    told = complete_requests(have, {"r1": [sample(2, [8, 9]), sample(0, [5])]}, {"r1": [sample(1, [1, 2, 3, 4, 0], "stop")]})
+    assert [output.token_ids for output in told["r1"]] == [[5], [4, 0], [8, 9]]
+    (samples,) = read_running(write_running(have, told)).values()
+    assert [(each.first, *map(list, each.columns())) for each in samples] == [
+        (0, [5], [-5.0], [4]), (3, [4, 0], [-4.0, 0.0], [4, 4]), (1, [8, 9], [-8.0, -9.0], [4, 4])]
+
+
+def test_a_request_of_which_a_sample_is_missing_is_left_out():
+    assert complete_requests({"r1": [0, 0]}, {"r1": [sample(0, [5])]}, {}) == {}
+    assert complete_requests({"r1": [0]}, {}, {}) == {}
+
+
+def test_samples_beyond_those_that_the_client_counts_are_left_out():
+    told = complete_requests({"r1": [0]}, {"r1": [sample(0, [5])]}, {"r1": [sample(1, [6], "stop")]})
+    assert [output.token_ids for output in told["r1"]] == [[5]]

@@ -2,20 +2,21 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
+import numpy as np
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from offbeat.chat.dialects import read_body
 from offbeat.chat.refusals import json_response
 from offbeat.chat.size import check_text_size
-from offbeat.engine.answers import Answer, CompletionFormat, Prompt
+from offbeat.engine.answers import Answer, CompletionFormat, Prompt, array_bytes
 from offbeat.engine.chats import streaming
 from offbeat.engine.loop import EngineLoop
 from offbeat.engine.request import MAX_PROMPT_TOP, FinishReason, Output, Request, SamplingParams, Scored, ScoreJob
-from offbeat.engine.running_samples import complete_requests, write_running
 from offbeat.engine.sample_ends import has_ended
 from offbeat.engine.served_models import ServedModels
 from offbeat.engine.submissions import Submissions, next_message
@@ -120,3 +121,34 @@ async def _empty_samples(num: int, reason: FinishReason) -> AsyncGenerator[Outpu
     """Yield samples of no tokens, for prompts that are told again and not continued."""
     for index in range(num):
         yield Output(index, [], [], [], reason, [])
+
+
+def complete_requests(
+    have: Mapping[str, Sequence[int]], running: Mapping[str, Sequence[Output]], ended: Mapping[str, Sequence[Output]],
+) -> dict[str, list[Output]]:
+    """Return all samples of each request, in order, with the tokens that their client lacks; not requests of which a sample is missing.
+
+    Args:
+        have: how many tokens of each sample the client has, by request, such as {"r1": [0, 3]}, which may leave samples out.
+        running: what the running samples have beyond that; see `Rows.running`.
+        ended: whole samples that have ended.
+    """
+    told: dict[str, list[Output]] = {}
+    for name, firsts in have.items():
+        samples = {output.index: output for output in running.get(name, ())}
+        samples |= {output.index: _after(output, firsts[output.index]) for output in ended.get(name, ()) if output.index < len(firsts)}
+        if samples.keys() == set(range(len(firsts))):
+            told[name] = [samples[index] for index in range(len(firsts))]
+    return told
+
+
+def _after(output: Output, first: int) -> Output:
+    return replace(output, token_ids=output.token_ids[first:], logprobs=output.logprobs[first:], versions=output.versions[first:])
+
+
+def write_running(have: Mapping[str, Sequence[int]], told: Mapping[str, Sequence[Output]]) -> bytes:
+    """Answer /v1/running: for each request's samples the tokens before and after, from which a client goes on when an engine has died."""
+    return msgspec.json.encode({"requests": {name: [{
+        "first": first, "token_ids": array_bytes(output.token_ids, np.int32), "logprobs": array_bytes(output.logprobs, np.float32),
+        "versions": array_bytes(output.versions, np.int32)} for first, output in zip(have[name], samples, strict=True)]
+        for name, samples in told.items()}})

@@ -4,18 +4,20 @@ A version is identified by its folder and fingerprint, not by its number alone: 
 They replace those staged under that number, and are switched to even where that number is live.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from offbeat.engine.forward import Forward
-from offbeat.engine.receive import receive_weights
-from offbeat.errors import ModelError, RefusedError
+from offbeat.errors import EngineError, ModelError, RefusedError, first_line
+from offbeat.model.changes import ChangesError, apply_changes
 from offbeat.model.changes_io import read_weights
+from offbeat.sync.broadcast import Held, receive
 from offbeat.types import Version
 
 
@@ -108,3 +110,26 @@ class VersionStore:
         self._source, prepared = self._staged[version]
         self._live, self._staged = version, {}
         return prepared
+
+
+def receive_weights(
+    address: str, *, device: torch.device, live: str = "", tensors: Callable[[], Mapping[str, Tensor]] = dict,
+) -> dict[str, Tensor] | None:
+    """Receive weights offered at `address`; see `offbeat.sync.broadcast.receive`. Raises EngineError if they were not received.
+
+    Args:
+        live: folder of the weights in use, to which changes are enough; empty if whole weights are wanted.
+        tensors: returns the weights in use by their published names, such as "lm_head.weight" [V, H]; they are not modified.
+    """
+    def change(changes: dict[str, Tensor]) -> dict[str, Tensor] | None:
+        state = dict(tensors())
+        try:
+            apply_changes(state, changes)
+        except ChangesError:  # the weights in use differ from the published ones
+            return None
+        return state
+
+    try:
+        return receive(address, device=device, held=Held(live, change) if live else None)
+    except (OSError, RuntimeError, ValueError) as exc:
+        raise EngineError(f"weights could not be received from {address}: {first_line(exc)}") from exc

@@ -26,7 +26,6 @@ from offbeat.data import wire
 from offbeat.disk import write_file
 from offbeat.errors import DataError
 from offbeat.machine import Device, smallest_device
-from offbeat.runs.change_choice import change_choice, choose_changes
 from offbeat.runs.devices import choose_devices, describe_devices, usable_devices
 from offbeat.runs.number_format import choose_number_format, format_choice, slow_formats
 from offbeat.runs.rank_info import RankInfo
@@ -39,6 +38,8 @@ _CONTROLLER = RankInfo()
 _DEVICES = ("train.devices_per_rank", "inference.devices_per_engine", "cluster.share_devices")
 _LIBRARIES = ("offbeat", "torch", "transformers", "numpy", "safetensors", "tokenizers")
 _THREADS = ("train.threads", "inference.threads")
+_WHOLE_EVERY = 20
+"""An engine that missed versions reads a whole one and half as many changes on average: at 1 % of the weights each, a tenth more."""
 
 
 @dataclass(frozen=True)
@@ -200,3 +201,33 @@ def _notes(chosen: PlanConfig, formatted: PlanConfig, *, num_devices: int, num_c
 
 def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def choose_changes(config: PlanConfig) -> PlanConfig:
+    """Return the sections, in which the number format is chosen, with a number in place of "auto"."""
+    if config.weights.whole_every_versions != "auto":
+        return config
+    number = int(change_choice(config).value)
+    return config.model_copy(update={"weights": config.weights.model_copy(update={"whole_every_versions": number})})
+
+
+def change_choice(config: PlanConfig) -> Choice:
+    """Return the number of versions from a whole one to the next, such as "20", and the reason."""
+    weights, kind = config.weights, config.inference.kind
+    if weights.whole_every_versions != "auto":
+        return Choice("weights.whole_every_versions", str(weights.whole_every_versions), "as configured")
+    value, why = 1, ""
+    if config.model.lora.rank:
+        why = "adapters are small"
+    elif not kind.takes_changes:
+        why = f"{config.inference.engine} takes whole weights only"
+    elif config.inference.quantization != "none" and kind.changes_in_place:
+        why = f"engines keep {config.inference.quantization} weights alone, to which no changes can be applied"
+    elif config.model.number_format == "float32":
+        why = "a step changes nearly every weight in float32"
+    elif not (kind.changes_in_place or config.inference.urls or config.cluster.ray_address or weights.channel == "collective"):
+        why = f"{config.inference.engine} would keep a copy of the weights for it, and has whole folders on this machine"
+    else:
+        value = _WHOLE_EVERY
+        why = f"a step changes few weights in {config.model.number_format}"
+    return Choice("weights.whole_every_versions", str(value), why)

@@ -21,7 +21,7 @@ from offbeat.config.resume import changes, listed
 from offbeat.config.root import TRAINING_KINDS, Config
 from offbeat.controller.checkpoints import TRAINING, index_of
 from offbeat.controller.inputs import RunInputs, read_inputs
-from offbeat.controller.live_replay import LiveReplay
+from offbeat.controller.live_replay import LiveEngines, LiveReplay
 from offbeat.controller.parts import RunParts, SingleProcess
 from offbeat.controller.resume import compare
 from offbeat.controller.state import SavedState
@@ -31,11 +31,12 @@ from offbeat.data.identity import Identity
 from offbeat.data.image_store import images_folder, link_images
 from offbeat.disk import discard
 from offbeat.errors import ConfigError
+from offbeat.fleet.fleet import open_fleet
 from offbeat.journal.history import JournalHistory, PastStep, read_history
 from offbeat.ranks.ranks import WorkerRanks
 from offbeat.ranks.trainers import Trainers
-from offbeat.runs.assemble import make_critic
-from offbeat.runs.live_engines import check_live, open_live_engines
+from offbeat.runs.assemble import make_critic, open_policy
+from offbeat.runs.engine_start import start_engines
 from offbeat.runs.plan import changed_versions, read_plan
 from offbeat.runs.rollouts import NoEngines
 from offbeat.runs.teacher import open_teacher
@@ -284,3 +285,24 @@ async def _open_parts(stack: AsyncExitStack, launcher: Launcher, config: Config,
     return RunParts(
         config, record, inputs, Trainers(ranks, config.for_ranks), none, none, SingleProcess(), none.watch,
         critic=make_critic(ranks, config, record), teacher=teacher(ranks, record.on_span))
+
+
+def check_live(config: Config) -> None:
+    """Refuse, with a ConfigError that says why, a run whose answers cannot be generated again."""
+    inference = config.inference
+    if not inference.kind.goes_on or inference.urls:
+        engines = "engines by URL" if inference.urls else f"inference.engine = '{inference.engine}'"
+        raise ConfigError(f"--live is for runs of the embedded engine, which it starts again, and this one had {engines}; leave --live out")
+
+
+async def open_live_engines(stack: AsyncExitStack, launcher: Launcher, parts: RunParts) -> LiveEngines:
+    """Start one engine with the initial model."""
+    config, record, inputs = parts.config, parts.record, parts.inputs
+    may_load = asyncio.Event()
+    may_load.set()
+    engines, addresses = await start_engines(
+        launcher, config.for_engines, log_dir=record.log_dir, model=inputs.model, tokenizer=inputs.tokenizer_folder,
+        builds=inputs.build is not None, may_load=may_load)
+    fleet = await open_fleet(stack, engines, addresses, config.for_engines, record, model=inputs.model)
+    policy = await open_policy(stack, fleet, inputs, config, writer=parts.trainers)
+    return LiveEngines(policy.publisher, policy.generate)

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+import pytest
 from peft import PeftConfig
 from safetensors.numpy import load
 
 from http_serving import Client, Serve
-from offbeat.service.app.routes_rest import Exports, LinkedExport
+from offbeat.service.app.routes_rest import Exports, LinkedExport, knows_external, sdk_version
 from offbeat.service.errors import UnknownError
 from offbeat.service.types import Caller
 from protocol import finished, model_of, session_of
@@ -129,3 +130,14 @@ def test_a_run_shows_its_newest_checkpoints_however_many_there_are(serve: Serve)
         assert newest == ["weights/c", "weights/b"]
 
     serve(body)
+
+
+@pytest.mark.parametrize(("headers", "version", "external"), [
+    ({"user-agent": "AsyncTinker/Python 0.38.0"}, (0, 38), True), ({"user-agent": "AsyncTinker/Python 0.30.4"}, (0, 30), True),
+    ({"user-agent": "AsyncTinker/Python 0.28.0rc1"}, (0, 28), True), ({"user-agent": "AsyncTinker/Python 0.27.2"}, (0, 27), False),
+    ({"user-agent": "AsyncTinker/Python 0.9.0"}, (0, 9), False), ({"user-agent": "AsyncTinker/Python 1.0"}, (1, 0), True),
+    ({"user-agent": "curl/8.0", "x-sdk-version": "0.25.1"}, (0, 25), False),
+    ({"user-agent": "curl/8.0"}, None, True), ({}, None, True), ({"x-sdk-version": "new"}, None, True),
+    ({"user-agent": "AsyncTinker/Python " + "9" * 100}, None, True)])
+def test_the_version_is_what_the_headers_say(headers: dict[str, str], version: tuple[int, int] | None, external: bool) -> None:
+    assert sdk_version(headers) == version and knows_external(headers) is external

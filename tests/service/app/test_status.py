@@ -2,9 +2,12 @@
 
 import asyncio
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -15,11 +18,11 @@ from offbeat.service.app.app import make_app
 from offbeat.service.app.auth import HostNames
 from offbeat.service.app.body import Bodies
 from offbeat.service.app.journal import Journal
-from offbeat.service.app.status import StatusPage
+from offbeat.service.app.status import StatusPage, _name, processes
 from offbeat.service.keys import Keys
 from protocol import PROTOBUF, datum, finished, model_of, pass_body, sample_body, session_of
 from service_status import busy_status
-from waiting import until
+from waiting import until, wait_until
 
 PAGE = (Path(status.__file__).parent / "status.html").read_text()
 
@@ -97,3 +100,24 @@ def test_the_status_of_a_real_service_tells_speed_memory_and_what_owners_have(se
         assert {"service", "rank 0", "rank 1", "engine 0"} <= names.keys() and min(names.values()) > 10 << 20
 
     serve(body)
+
+
+def memory() -> dict[str, int]:
+    return {status.name: status.memory_bytes for status in processes()}
+
+
+def test_a_worker_is_told_by_its_name_with_what_it_has_started() -> None:
+    assert _name(["python", "-m", "offbeat.process", "a.b:C", "rank 0", "5", "77"]) == "rank 0"
+    assert _name(["python", "-c", "from multiprocessing.resource_tracker import main"]) == "" == _name(["python", "-m", "offbeat.process"])
+    code = "import subprocess, time; child = subprocess.Popen(['sleep', '60']); held = b'x' * (60 << 20); time.sleep(60)"
+    worker = subprocess.Popen([sys.executable, "-c", code, "offbeat.process", "x:Y", "engine 7", "3", "1"])
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        wait_until(lambda: memory().get("engine 7", 0) > 60 << 20, timeout_s=20)
+        assert memory()["service"] > 1 << 20 and "" not in memory()
+    finally:
+        for child in psutil.Process(worker.pid).children():
+            child.kill()
+        for process in (worker, other):
+            process.kill()
+            process.wait()

@@ -1,6 +1,7 @@
 """Endpoints over runs, checkpoints and sessions, as used by the SDK's RestClient and command line. All of them answer at once."""
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,6 @@ from starlette.routing import Route
 
 from offbeat.service.app.links import Links
 from offbeat.service.app.reply import Call, Endpoint, answer, refusal
-from offbeat.service.app.sdk import knows_external
 from offbeat.service.errors import BadRequestError, RequestError
 from offbeat.service.service import ServiceCore
 from offbeat.service.types import Caller, CheckpointInfo, ModelInfo
@@ -21,6 +21,9 @@ from offbeat.service.wire.bodies import CopyWeightsBody, TtlBody, WeightsInfoBod
 FolderOf = Callable[[Caller, str], str]
 """Returns the folder of the export at a path, for a caller; raises RequestError if there is none for that caller."""
 
+_FULL = re.compile(r"(\d{1,4})\.(\d{1,4})(?:[.\-+a-z].*)?")
+_AGENT = re.compile(r"AsyncTinker/Python (.+)")
+_EXTERNAL_SINCE = (0, 28)
 _RUN = "/api/v1/training_runs/{run}"
 _CHECKPOINT = _RUN + "/checkpoints/{segment}/{name}"
 _MAX_PAGE = 1000
@@ -190,3 +193,16 @@ def _page(call: Call, *, default: int) -> tuple[int, int]:
             raise BadRequestError(f"{name} must be a whole number of at least 0, got {text[:40]!r}")
         found.append(int(text))
     return min(found[0], _MAX_PAGE), found[1]
+
+
+def sdk_version(headers: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return the first two numbers of the SDK's version, such as (0, 28), or None if the client is not the SDK or does not say."""
+    agent = _AGENT.fullmatch(headers.get("user-agent", ""))
+    said = _FULL.fullmatch(headers.get("x-sdk-version") or (agent[1] if agent else ""))
+    return (int(said[1]), int(said[2])) if said else None
+
+
+def knows_external(headers: Mapping[str, str]) -> bool:
+    """Whether the client can read a list that contains exports; SDKs before 0.28 fail at the first."""
+    version = sdk_version(headers)
+    return version is None or version >= _EXTERNAL_SINCE

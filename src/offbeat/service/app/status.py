@@ -3,10 +3,11 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
@@ -15,7 +16,6 @@ from offbeat.aio import beside
 from offbeat.service.app.auth import LOCAL_NAMES, HostNames, demand_local
 from offbeat.service.app.journal import Journal
 from offbeat.service.app.metrics import MakeStatus
-from offbeat.service.app.processes import processes
 from offbeat.service.app.reply import answer, refusal
 from offbeat.service.errors import RequestError
 from offbeat.service.types import ProcessStatus
@@ -26,6 +26,7 @@ MakePage = Callable[[], Response]
 _EVERY_S = 2.0
 _MEMORY_EVERY_S = 10.0
 _POINTS = 150
+_CHILD = "offbeat.process"
 _PAGE = Path(__file__).with_name("status.html").read_text(encoding="utf-8")
 
 
@@ -101,3 +102,34 @@ class StatusPage:
             "now": time.time(), "started": self._started, "status": self._status(), "rates": list(self._history),
             "troubles": list(self._journal.troubles), "strangers": self._journal.strangers}
         return answer(content, headers={"cache-control": "no-store"})
+
+
+def processes() -> tuple[ProcessStatus, ...]:
+    """Return this process, and each worker including its descendants; processes that end meanwhile are left out."""
+    this = psutil.Process()
+    return (ProcessStatus("service", _memory([this])), *_workers(this))
+
+
+def _workers(this: psutil.Process) -> Iterator[ProcessStatus]:
+    for child in sorted(this.children(), key=lambda child: child.pid):
+        try:
+            name = _name(child.cmdline())
+            if name:
+                yield ProcessStatus(name, _memory([child, *child.children(recursive=True)]))
+        except psutil.Error:
+            continue
+
+
+def _name(command: list[str]) -> str:
+    """Return a worker's name, such as "rank 0", from its command line; empty for helper processes such as a resource tracker."""
+    return command[command.index(_CHILD) + 2] if _CHILD in command[:-2] else ""
+
+
+def _memory(members: list[psutil.Process]) -> int:
+    total = 0
+    for member in members:
+        try:
+            total += member.memory_info().rss
+        except psutil.Error:
+            continue
+    return total
