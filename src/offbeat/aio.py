@@ -60,11 +60,7 @@ class HaltingClock:
 
 @asynccontextmanager
 async def deadline(name: str, timeout_s: float, *, clock: HaltingClock | None = None) -> AsyncIterator[None]:
-    """Limit the body to `timeout_s` seconds, by a clock that may stand still meanwhile.
-
-    Raises:
-        DeadlineError: the deadline passed; the message names the wait and says how long it lasted.
-    """
+    """Limit the body to `timeout_s` seconds of a clock that may stand still; raises DeadlineError with the wait's name and length."""
     start = time.monotonic()
     scope = asyncio.timeout(timeout_s)
     try:
@@ -131,11 +127,7 @@ listener: ContextVar[Callable[[asyncio.AbstractEventLoop, End], None]] = Context
 
 
 def run_interruptible(main: Coroutine[Any, Any, T]) -> T:
-    """Like `asyncio.run`, but SIGINT and SIGTERM, or other events of `listener`, cancel the coroutine, so that it can clean up.
-
-    Raises:
-        KeyboardInterrupt: the coroutine was cancelled.
-    """
+    """Like `asyncio.run`, but SIGINT, SIGTERM or events of `listener` let the coroutine clean up, and this raise KeyboardInterrupt."""
 
     async def cancellable() -> T:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()

@@ -54,12 +54,7 @@ _REFUSALS = Refusals("the run", {
 
 @dataclass(frozen=True)
 class ProxyAddress:
-    """Where a proxy listens.
-
-    Attributes:
-        port: 0 chooses a free one.
-        told_host: name or address in the proxy's URL, for agents that do not reach this machine under `host`; "" for that.
-    """
+    """Where a proxy listens: `port` 0 is a free one. `told_host` is in its URL for agents that do not reach `host`, unless ""."""
 
     host: str = LOOPBACK
     port: int = 0

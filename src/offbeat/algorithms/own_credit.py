@@ -104,11 +104,7 @@ def own_advantages(name: str, groups: SampleGroups, constants: Mapping[str, Any]
 
 
 def check_credit(name: str, constants: Mapping[str, Any]) -> None:
-    """Call a credit function once with made-up samples.
-
-    Raises:
-        CodeError: it cannot be loaded, imports torch, raises an exception, or does not return finite numbers of the right shape.
-    """
+    """Call a credit function once with made-up samples; raises CodeError if it fails, imports torch, or gives no finite numbers [N]."""
     had_torch = "torch" in sys.modules
     try:
         own_advantages(name, _example(), constants)

@@ -116,12 +116,7 @@ def pieces_of(reasoning: str, content: str, calls: Sequence[ToolCall]) -> list[P
 
 
 class TokenLogprob(NamedTuple):
-    """A token of an answer with its log-probability.
-
-    Attributes:
-        data: its bytes, which may be part of a character.
-        top: the likeliest tokens in its place, if they are wanted.
-    """
+    """A token of an answer with its log-probability; `data` is its bytes, perhaps part of a character, `top` the likeliest, if wanted."""
 
     text: str
     logprob: float

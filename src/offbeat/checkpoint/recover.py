@@ -69,11 +69,7 @@ class CheckpointIndex:
             self._write_marker(folder, sealed)
 
     def amend(self, step: int, state: bytes) -> None:
-        """Replace the controller's state in a complete checkpoint, atomically; its other files stay.
-
-        Raises:
-            StorageError: the marker could not be written; the checkpoint is as it was.
-        """
+        """Replace the controller's state in a complete checkpoint, atomically; all stays as it was if this raises StorageError."""
         folder = self.folder(step)
         with _writing(folder):
             self._write_marker(folder, reseal(folder, step, state))

@@ -192,11 +192,7 @@ class RunCheckpoints:
                 await asyncio.wrap_future(self._parts.journal.synced())
 
     async def amend(self, *, version: Version, highlights: Highlights) -> None:
-        """Note in the newest checkpoint that its step has been evaluated, with the highlights; see `save`.
-
-        Raises:
-            StorageError: a disk is full; the checkpoint is as it was.
-        """
+        """Note in the newest checkpoint that its step is evaluated, see `save`; it stays as it was if a full disk raises StorageError."""
         assert self._newest is not None, "there is a checkpoint to amend"
         saved = self._newest = replace(self._newest, version=version, highlights=highlights, unevaluated=None)
 

@@ -71,11 +71,7 @@ class EngineTeacher:
         self._slots = asyncio.Semaphore(config.max_concurrent)
 
     async def check(self, tokenizer: Tokenizer, prompt: tuple[int, ...]) -> None:
-        """Check that the engine scores the policy's tokens, and that both decode the engine's continuation of `prompt` to the same text.
-
-        Raises:
-            ConfigError: either fails.
-        """
+        """Raise ConfigError unless the engine scores the policy's tokens, and both decode its continuation of `prompt` to the same text."""
         timeout_s = self._config.timeout_s
         try:
             await self._client.score((*prompt, *prompt)[: max(len(prompt), 2)], top_k=self._config.top_k, timeout_s=timeout_s)

@@ -118,12 +118,7 @@ class RolloutIndex:
             self._temporary.cleanup()
 
     def update(self, *, stop: threading.Event | None = None, most_files: int | None = None) -> IndexProgress:
-        """Add files that are new or have changed, newest steps first, and drop those that are gone.
-
-        Args:
-            stop: ends it after the current file.
-            most_files: number of files after which it ends.
-        """
+        """Add new or changed files, newest steps first, and drop those that are gone; ends on `stop`, or after `most_files` of them."""
         with self._updating, self._connection() as db:
             known = {(step, bool(rejected)): (number, size, mtime) for number, step, rejected, size, mtime in db.execute(
                 "SELECT id, step, rejected, size, mtime_ns FROM files")}

@@ -60,12 +60,7 @@ class BuiltInTask:
 
 
 def find_task(config: DataConfig) -> Task:
-    """Return the task that [data] names.
-
-    Raises:
-        DataError: reasoning-gym has no task of that name, or the task does not take these options.
-        MissingExtraError: it needs an optional dependency.
-    """
+    """Return the task that [data] names; raises DataError if reasoning-gym lacks it or its options, MissingExtraError without an extra."""
     if config.task.startswith(PREFIX):
         return open_reasoning(config.task, config.task_options)
     if config.task_options:

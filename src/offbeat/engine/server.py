@@ -72,12 +72,7 @@ class EngineServer:
     # -- life --------------------------------------------------------------------------------------------------------------------------
 
     def start(self, *, host: str = "127.0.0.1", port: int = 0, timeout_s: float = 30.0) -> str:
-        """Listen and serve from threads of this process; port 0 chooses a free one. Returns the URL.
-
-        Raises:
-            PortBusyError: the port is taken.
-            DeadlineError: uvicorn did not start in time.
-        """
+        """Serve from threads of this process and return the URL; port 0 is a free one. Raises PortBusyError, DeadlineError for uvicorn."""
         listener = bind(host, port, who="the engine")
         app = Starlette(routes=self._routes(), exception_handlers={HTTPException: no_such_endpoint})
         self._http = HttpServer(server_config(app, keep_alive_s=_KEEP_ALIVE_S, shutdown_s=2))

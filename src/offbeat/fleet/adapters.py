@@ -170,11 +170,7 @@ class AdapterCache:
 
     @contextmanager
     def wanted(self, adapter: str) -> Iterator[Manifest]:
-        """Yield an adapter's current version, or the one of a name such as "coder@7"; its folder stays while the body runs.
-
-        Raises:
-            RefusedError: there is no such adapter or version.
-        """
+        """Yield an adapter's version, current or of "coder@7", whose folder stays meanwhile; raises RefusedError if there is none."""
         manifest = self.catalog.find(adapter)
         with counted(self._requests, manifest.name):
             yield manifest

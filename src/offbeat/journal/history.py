@@ -85,12 +85,7 @@ class JournalHistory:
 
 
 def read_history(folder: Path) -> JournalHistory:
-    """Read the journal in a folder, such as `runs/NAME/journal`; empty where there is none.
-
-    Raises:
-        ConfigError: a newer Offbeat has written it.
-        StorageError: it cannot be read.
-    """
+    """Read a journal such as `runs/NAME/journal`, empty if missing; raises ConfigError for one of a newer Offbeat, or StorageError."""
     history = JournalHistory()
     for segments in _lives(find(folder)):
         reader = Reader(segments)

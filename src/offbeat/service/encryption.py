@@ -17,12 +17,7 @@ MAX_RECIPIENTS = 10
 
 
 def read_recipient(text: str) -> Any:
-    """Read a recipient: a public key of age (`age1...`) or of SSH (`ssh-ed25519 ...`, `ssh-rsa ...`).
-
-    Raises:
-        ValueError: it is neither.
-        MissingExtraError: `pyrage` is not installed.
-    """
+    """Read a recipient, a key of age (`age1...`) or SSH (`ssh-ed25519 ...`, `ssh-rsa ...`); raises ValueError, or MissingExtraError."""
     pyrage = _pyrage()
     kind = pyrage.ssh if text.startswith("ssh-") else pyrage.x25519
     try:

@@ -164,11 +164,7 @@ class HostedStore(dist.TCPStore):
 
 
 def host_store(timeout_s: float, *, host: str = "127.0.0.1", port: int = 0) -> HostedStore:
-    """Serve a store on `port` of `host`, the only address that it listens on; 0 takes a free port, to be read from `.port`.
-
-    Raises:
-        PortBusyError: the port is taken or cannot be bound.
-    """
+    """Serve a store on `port` of `host` alone; 0 takes a free port, read from `.port`. Raises PortBusyError if it cannot be bound."""
     try:
         listener = socket.create_server((host, port))
     except OSError as exc:

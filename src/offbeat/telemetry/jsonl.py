@@ -21,11 +21,7 @@ Chooses = Callable[[Row], bool]
 
 
 class JsonLinesFile:
-    """One file, created with its folder if necessary, and appended to.
-
-    Attributes:
-        mended: one sentence on the damage found when the file was opened and how it was repaired; "" if there was none.
-    """
+    """One file, created with its folder if necessary, and appended to; `mended` is a sentence on damage repaired at first, or ""."""
 
     def __init__(self, path: Path, *, is_row: Chooses = lambda _row: True) -> None:
         """Open for appending; raises StorageError if the folder or the file cannot be written.

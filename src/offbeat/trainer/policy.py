@@ -89,11 +89,7 @@ def load_policy(
 
 
 def let_replay(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
-    """Return the model, which replays the experts that its rows bring if the configuration says so.
-
-    Raises:
-        ModelError: as `replay_routes`, or its rows are not packed.
-    """
+    """Return the model, which replays its rows' experts if so configured; raises ModelError as `replay_routes`, or unpacked."""
     if config.route_replay == "off":
         return model
     if not packs_rows(model):

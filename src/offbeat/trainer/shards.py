@@ -50,11 +50,7 @@ def save_state(folder: Path, state: dict[str, Any], *, groups: ProcessGroups, ke
 
 
 def load(folder: Path, state: dict[str, Any], *, groups: ProcessGroups) -> dict[str, Any]:
-    """Read the files of `save` into `state`, whose tensors are overwritten, and return it; a collective call.
-
-    Raises:
-        StorageError: on every rank, when some rank could not read.
-    """
+    """Overwrite and return `state` from the files of `save`; collective, and so is a StorageError when some rank could not read."""
     missing = not (folder / ".metadata").is_file()
     if num_missing := int(groups.sync.sum_scalars("load_recover", {"missing": missing})["missing"]):
         raise StorageError(

@@ -273,11 +273,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def save(self, request: Folder) -> None:
-        """Write everything that `load` needs to go on exactly from here, except accumulated gradients; collective.
-
-        Raises:
-            StorageError: it cannot be written; the previous contents are intact.
-        """
+        """Write all that `load` needs to go on from here, but accumulated gradients; collective. StorageError leaves old files intact."""
 
     @abstractmethod
     def load(self, request: Folder) -> LoadedStep:

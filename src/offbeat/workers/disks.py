@@ -236,11 +236,7 @@ class FarDisk:
 
 
 def open_scratch(parent: Path, name: str) -> Path:
-    """Make a folder for files that travel, shared by all processes that open it by this name, and remove the folders of dead processes.
-
-    Raises:
-        StorageError: it cannot be made.
-    """
+    """Make a folder for files that travel, shared by name, and remove those of dead processes; raises StorageError if it cannot."""
     folder = parent / f"{_SCRATCH}{name}"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -17,12 +17,7 @@ def unpacked_size(data: bytes, *, max_bytes: int) -> int:
 
 
 def unpack(data: bytes, *, max_bytes: int) -> bytes:
-    """Decompress one zstd frame; never more than `max_bytes` are held.
-
-    Raises:
-        TooLargeError: the frame says that it is larger.
-        BadRequestError: the frame is damaged, or turns out larger.
-    """
+    """Decompress a zstd frame of `max_bytes` at most; raises TooLargeError if it says more, BadRequestError for damage or a wrong size."""
     unpacked_size(data, max_bytes=max_bytes)
     try:
         return zstandard.ZstdDecompressor().decompress(data, max_output_size=max_bytes, allow_extra_data=False)
