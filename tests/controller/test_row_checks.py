@@ -9,9 +9,10 @@ import pytest
 from image_models import file_of, make_folder, picture
 from offbeat.cli.main import main
 from offbeat.config.root import Config
-from offbeat.controller.inputs import row_check
+from offbeat.controller.inputs import image_reader, row_check
 from offbeat.controller.row_checks import check_of_pairs
 from offbeat.data.image_sources import MARK, ImageSource
+from offbeat.data.image_store import ImageStore
 from offbeat.data.pairs import Preference
 from offbeat.data.row import Row
 from offbeat.data.tokenizer import character_tokenizer
@@ -75,6 +76,30 @@ def test_a_teacher_must_make_the_same_of_an_image_as_the_policy(tmp_path: Path) 
     assert another.format(other) in told(other)
     (same / "preprocessor_config.json").write_text(json.dumps({"min_pixels": 64}))
     assert another.format(same) in told(same)
+
+
+@pytest.mark.parametrize(("family", "settings", "reason"), [
+    ("gemma3", {}, "models of type 'gemma3'"), ("qwen3_vl_moe", {}, "models of type 'qwen3_vl_moe'"),
+    ("qwen3_vl", {"model__lora__rank": "4"}, r"adapters \(model.lora.rank\)"),
+    ("qwen3_vl", {"weights__interrupt": "keep"}, 'weights.interrupt = "keep"'),
+    ("qwen3_vl", {"inference__quantization": "int8"}, r"rounded weights \(inference.quantization\)"),
+])
+def test_vllm_is_refused_by_name_where_it_would_not_see_images(
+    tmp_path: Path, family: str, settings: dict[str, str], reason: str,
+) -> None:
+    model = str(make_folder(tmp_path / "model", family))
+    config = small_config(tmp_path, model, inference__engine="vllm", **settings)
+    with pytest.raises(ConfigError, match=f"row 7 has an image, which inference.engine = 'vllm' does not read with {reason}; use the emb"):
+        checked(config)
+    checked(config, Row("how many?", "1"))
+
+
+def test_vllm_sees_images_of_the_types_that_it_names(tmp_path: Path) -> None:
+    config = small_config(tmp_path, model := str(make_folder(tmp_path / "model", "qwen3_vl")), inference__engine="vllm")
+    assert image_reader(config, model, ImageStore(tmp_path)) is not None
+    by_url = small_config(tmp_path, model, inference__engine="vllm", inference__urls='["http://127.0.0.1:1"]')
+    assert image_reader(by_url, model, ImageStore(tmp_path)) is not None
+    assert image_reader(small_config(tmp_path, model, inference__engine="sglang"), model, ImageStore(tmp_path)) is None
 
 
 def test_images_that_no_model_reads_are_refused_in_rows_and_pairs(tmp_path: Path) -> None:

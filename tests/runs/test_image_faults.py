@@ -13,11 +13,11 @@ from runs.test_image_runs import write_rows
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
-def play(folder: Path, *settings: str) -> tuple[int, list[int]]:
+def play(folder: Path, *settings: str, head_dim: int = 8) -> tuple[int, list[int]]:
     """Return the exit code of a run, and the steps that it trained."""
-    rows = write_rows(folder, 8)
+    rows, model = write_rows(folder, 8), make_folder(folder / "model", "idefics3", head_dim=head_dim)
     code = main([
-        "train", f"--model.path={make_folder(folder / 'model', 'idefics3')}", f"--run.dir={folder / 'runs'}", "--run.name=faulty",
+        "train", f"--model.path={model}", f"--run.dir={folder / 'runs'}", "--run.name=faulty",
         "--run.total_steps=3", f"--data.path={rows}", "--data.heldout_size=2", "--evaluate.every_steps=0", "--rollout.group_size=2",
         "--rollout.consumer_batch_size=2", "--rollout.max_new_tokens=3", "--rollout.reward=exact_match",
         "--rollout.max_failures_in_a_row=1", "--rollout.max_head_offpolicyness=0", "--rollout.max_retries=0",

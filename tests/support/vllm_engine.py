@@ -51,6 +51,8 @@ class Engine:
     async def reset_prefix_cache(self) -> None:
         pass
 
+    reset_encoder_cache = reset_prefix_cache
+
     async def get_weight_version(self) -> str:
         return self.live
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offbeat.data.image_store import FIRST_ID
 from offbeat.weights.proof import TOLERANCES, Outcome, ProofJudge, Verdict
 from offbeat.weights.protocol import Manifest, Proof
 from proof_drills import FAULTY_FROM, Drill, play
@@ -223,3 +224,11 @@ def test_a_wrong_engine_is_caught_within_so_many_versions(drills, dtype: str, lr
 
 def test_where_the_noise_hides_a_stale_engine_it_is_called_inconclusive(drills) -> None:
     assert drills["bfloat16", 1e-6]["stale"].count(Outcome.UNSURE) == 30
+
+
+def test_what_engines_report_at_placeholders_of_images_is_not_compared() -> None:
+    wanted = Manifest(1, "", "right", (5, FIRST_ID, FIRST_ID, 7), (-1.0, -1.0, -2.0))
+    judge = ProofJudge(tolerance=1e-3)
+    assert judge.judge("engine 0", wanted, Proof(1, "right", (-9.0, -8.0, -2.0))).gap == 0.0
+    assert judge.judge("engine 0", wanted, Proof(1, "right", (-9.0, -8.0, -2.0))).outcome is Outcome.PROVEN
+    assert judge.judge("engine 0", wanted, Proof(1, "right", (-1.0, -1.0, -2.5))).refused

@@ -39,6 +39,7 @@ class EngineKind:
         gives_supports: whether it returns the tokens among which each token was drawn (`model.support_replay`).
         adapts_experts: whether it serves adapters of a mixture's experts in PEFT's form (`model.lora.targets`).
         reads_images: whether it takes prompts with ids of images (`data.image_store`).
+        image_types: types of models for which it does, as in their config.json; empty for all.
         reports_context: whether it can serve one of `serve.sampling_models`, which have to say how long their context is.
         goes_on: whether it tells the tokens of unfinished samples, and goes on from them (`checkpoint.journal_running_s`).
         setup: command that makes the environment in which it is installed; "" if the user does.
@@ -58,6 +59,7 @@ class EngineKind:
     gives_supports: bool = False
     adapts_experts: bool = False
     reads_images: bool = False
+    image_types: tuple[str, ...] = ()
     reports_context: bool = False
     goes_on: bool = False
     setup: str = ""
@@ -71,6 +73,7 @@ ENGINE_KINDS: Mapping[str, EngineKind] = MappingProxyType({
     "vllm": EngineKind(
         takes_changes=True, takes_broadcasts=True, sleeps=True, splits=True, reports_context=True, setup="make vllm",
         gives_routes=True, routes_need_devices=True, routes_need_prefixes=True,
+        reads_images=True, image_types=("idefics3", "internvl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm"),
         forms=(WeightForm("int8"), WeightForm("int4", formats=("bfloat16",)), WeightForm("fp8", formats=("bfloat16",)))),
     "sglang": EngineKind(splits=True),
 })

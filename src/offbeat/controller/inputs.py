@@ -12,7 +12,7 @@ from offbeat.config.resume import remembered
 from offbeat.config.rollout import REWARD_MODEL, REWARDS
 from offbeat.config.root import Config
 from offbeat.controller.reward_choice import choose_rewards
-from offbeat.controller.row_checks import blind_part, check_of_pairs, check_of_rows
+from offbeat.controller.row_checks import blind_engine, blind_part, check_of_pairs, check_of_rows
 from offbeat.data.dataset import Dataset, ListDataset, PromptDataset, open_datasets
 from offbeat.data.ends import Ends, find_ends
 from offbeat.data.evaluation_set import open_set
@@ -172,7 +172,8 @@ def open_mixed(config: Config, base: Base, *, supervised: bool, refused: list[st
 def row_check(config: Config, tokenizer: Tokenizer | None, *, answered: bool, taught: bool) -> Callable[[Row, str], None]:
     """Return the check of a configuration's rows; see `check_of_rows`. `taught` says whether a teacher scores answers to them."""
     teacher = config.teacher if taught and tokenizer is not None and config.algorithm.teacher == "model" else None
-    blind = blind_part(choose_rewards(config), config.rollout, teacher, environment=config.agent.environment, model=config.model.path)
+    blind = blind_images(config, config.model.path) or blind_part(
+        choose_rewards(config), config.rollout, teacher, environment=config.agent.environment, model=config.model.path)
     return check_of_rows(tokenizer, config.data, answered=answered, blind=blind)
 
 
@@ -373,9 +374,15 @@ def read_base(config: Config) -> Base:
     return Base(model, build, model, tokenizer, tiny.max_positions)
 
 
+def blind_images(config: Config, model: str) -> str:
+    """Return why the run's engines would not see images for a model folder, as the end of a sentence; see `blind_engine`."""
+    return blind_engine(config.inference, model=model, rank=config.model.lora.rank, interrupt=config.weights.interrupt)
+
+
 def image_reader(config: Config, model: str, store: ImageStore) -> ImageReader | None:
     """Return what reads images of rows for a model folder; None if the model or the engines read none. Raises as `images_for`."""
-    if not config.inference.kind.reads_images or config.inference.urls:  # other engines do not know ids of images
+    kind = config.inference.kind
+    if not kind.reads_images or (config.inference.urls and kind.inside) or blind_images(config, model):
         return None
     return images_for(model, store, ImageLimits(config.data.max_image_bytes, config.data.max_image_pixels, config.data.max_images))
 

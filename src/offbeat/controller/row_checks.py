@@ -5,12 +5,14 @@ Torch-free.
 """
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from offbeat.config.data import DataConfig
+from offbeat.config.inference import InferenceConfig
 from offbeat.config.rollout import REWARD_MODEL, RolloutConfig
 from offbeat.config.teacher import TeacherConfig
 from offbeat.data.image_reader import same_images
-from offbeat.data.model_folder import check_model_folder
+from offbeat.data.model_folder import check_model_folder, read_model_config
 from offbeat.data.pairs import Preference
 from offbeat.data.prompt import check_images
 from offbeat.data.reward import JUDGE_PREFIX
@@ -83,6 +85,24 @@ def blind_part(rewards: Iterable[str], rollout: RolloutConfig, teacher: TeacherC
             f"the teacher at teacher.path = {teacher.path!r} reads in another way than the policy, or not at all; give a model of the"
             " policy's type with the same processor files, or rows without images")
     return ""
+
+
+def blind_engine(inference: InferenceConfig, *, model: str, rank: int, interrupt: str) -> str:
+    """Return why engines would not see images for a model folder, as `blind_part` does; empty for kinds that take none at all.
+
+    `rank` and `interrupt` are `model.lora.rank` and `weights.interrupt`.
+    """
+    kind, name = inference.kind, inference.engine
+    if not kind.image_types or not (Path(model) / "config.json").is_file():
+        return ""
+    model_type = read_model_config(model)["model_type"]
+    settings = {
+        f"models of type {model_type!r}": model_type not in kind.image_types, "adapters (model.lora.rank)": rank > 0,
+        "rounded weights (inference.quantization)": inference.quantization != "none",
+        'weights.interrupt = "keep"': interrupt == "keep"}
+    return next((
+        f"inference.engine = {name!r} does not read with {setting}; use the embedded engine, or rows without images"
+        for setting, is_set in settings.items() if is_set), "")
 
 
 def _judges_prompts(path: str) -> bool:

@@ -49,8 +49,8 @@ def check_reads(row: Row, tokenizer: Tokenizer, where: str = "the row") -> None:
     if row.images and tokenizer.images is None:
         raise DataError(
             f"{where} has {len(row.images)} images, which are not read for {tokenizer.name!r}: they are for models of the types"
-            f" {', '.join(FAMILIES)} in a folder with their processor, on a run's own embedded engines; leave them out, or change"
-            " model.path or inference.engine")
+            f" {', '.join(FAMILIES)} in a folder with their processor, on engines that know the run's images; leave them out, or"
+            " change model.path or inference.engine")
 
 
 def messages_of(row: Row, config: DataConfig) -> tuple[Message, ...] | None:

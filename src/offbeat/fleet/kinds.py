@@ -9,7 +9,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
+from offbeat.config.engine_kinds import ENGINE_KINDS
 from offbeat.config.for_processes import EngineConfig
+from offbeat.data.image_reader import reads_images
+from offbeat.data.image_store import images_folder
+from offbeat.data.model_folder import read_model_config
 from offbeat.engine import inside
 from offbeat.errors import ConfigError
 from offbeat.inference.dialects.base import Dialect
@@ -98,6 +102,10 @@ class _Vllm:
             command += ["--quantization", _VLLM_FORMS[inference.quantization]]
         if inference.quantization == "int4":
             env["VLLM_CPU_INT4_W4A8"] = "0"  # by default activations are rounded, too, on CPUs with AMX
+        if _reads_images(serving.model):
+            env["OFFBEAT_IMAGES"] = str(images_folder(config.run_dir))
+            # Images come processed, so it keeps none of its own making; it makes room for no videos.
+            command += ["--mm-processor-cache-gb", "0", "--limit-mm-per-prompt", '{"image": 1, "video": 0}']
         if config.model.route_replay == "rollout":
             command += ["--enable-return-routed-experts"]
         if inference.max_context:
@@ -147,6 +155,14 @@ class _SGLang:
             if config.cluster.devices_are_shared:
                 command += ["--mem-fraction-static", _SHARED_MEMORY]
         return command, {"OFFBEAT_ENGINE_KEY": serving.key}
+
+
+def _reads_images(model: str) -> bool:
+    """Whether vLLM is given images in prompts for a model; one of the hub has no images in rows."""
+    if not (Path(model) / "config.json").is_file():
+        return False
+    config = read_model_config(model)
+    return reads_images(config) and config["model_type"] in ENGINE_KINDS["vllm"].image_types
 
 
 def _lora_rank(config: EngineConfig) -> int:

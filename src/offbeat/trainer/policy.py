@@ -138,7 +138,7 @@ def score_row(model: nn.Module, batch: Batch, row: PackedRow, *, predict: Predic
 def canary_logprobs(model: nn.Module, tokens: Sequence[int]) -> tuple[float, ...]:
     """Return the log-probability, at temperature 1 and in the model's own number format, of each token but the first.
 
-    In the place of an image's placeholder it is that of token 0, as engines report it.
+    In the place of an image's placeholder it is that of token 0, which no proof compares.
     """
     length = len(tokens)
     batch = Batch.of_next_tokens(np.asarray(tokens, np.int32), np.arange(length) > 0, lengths=[length], columns={}, losses=())

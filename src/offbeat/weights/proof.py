@@ -16,6 +16,7 @@ from enum import Enum
 
 import numpy as np
 
+from offbeat.data.image_store import FIRST_ID
 from offbeat.types import Version
 from offbeat.weights.protocol import Manifest, Proof
 
@@ -153,7 +154,8 @@ class ProofJudge:
 
     def judge(self, engine: str, wanted: Manifest, proof: Proof) -> Verdict:
         """Judge an engine's proof of a version of the whole weights or of an adapter."""
-        gap = float(abs(np.mean(proof.canary_logprobs) - np.mean(wanted.canary_logprobs)))
+        told, expected = (_of_text(wanted.canary, logprobs) for logprobs in (proof.canary_logprobs, wanted.canary_logprobs))
+        gap = float(abs(np.mean(told) - np.mean(expected)))
 
         def refuse(reason: str) -> Verdict:
             return Verdict(Outcome.REFUSED, gap, reason)
@@ -163,11 +165,11 @@ class ProofJudge:
         if proof.fingerprint is not None and proof.fingerprint != wanted.fingerprint:
             what = "its weights have" if proof.live else "the weights that it has read have"
             return refuse(f"{what} fingerprint {proof.fingerprint[:12]} instead of {wanted.fingerprint[:12]}")
-        if reason := self.objection(wanted.canary_logprobs, proof.canary_logprobs):
+        if reason := self.objection(expected, told):
             return refuse(reason)
         if proof.fingerprint is not None and proof.live:
             return Verdict(Outcome.PROVEN, gap, by_weights=True)
-        point = _Point(wanted.version, np.asarray(wanted.canary_logprobs), np.asarray(proof.canary_logprobs))
+        point = _Point(wanted.version, np.asarray(expected), np.asarray(told))
         if point.trainer.shape != point.engine.shape:
             return Verdict(Outcome.UNSURE, gap, "inconclusive: only the mean of its canary is known")
         outcome, reason = self._compare((engine, wanted.adapter), point)
@@ -206,6 +208,16 @@ class ProofJudge:
         if outcome is Outcome.PROVEN:
             standing.proven(point)
         return outcome, reason
+
+
+def _of_text(canary: Sequence[int], logprobs: Sequence[float]) -> Sequence[float]:
+    """Return the log-probabilities of a canary's tokens but the first without those of images' placeholders, which mean nothing.
+
+    If the mean alone is known, it is returned.
+    """
+    if len(logprobs) != len(canary) - 1:
+        return logprobs
+    return [logprob for token, logprob in zip(canary[1:], logprobs, strict=True) if token < FIRST_ID]
 
 
 def _movement(before: _Point, point: _Point, noise: float) -> tuple[Outcome, str]:

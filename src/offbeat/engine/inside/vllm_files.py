@@ -1,9 +1,10 @@
 """Published weights as vLLM's processes see them: files in a folder, or in memory where they were received. Used by `vllm_inside`.
 
-Imports nothing of `offbeat`, which is not in vLLM's environment; three of its files, which need only numpy, torch and safetensors, are
-loaded by their paths.
+Imports nothing of `offbeat`, which is not in vLLM's environment; a few of its files, which need only what vLLM has, too, are loaded by
+their paths.
 """
 
+import importlib
 import importlib.util
 import json
 import os
@@ -134,3 +135,11 @@ def offbeat_module(folder: str, name: str) -> ModuleType:
         sys.modules[label] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[label])
     return sys.modules[label]
+
+
+def import_offbeat(name: str) -> ModuleType:
+    """Import a module of Offbeat, such as "data.image_store", that needs others of it; none of those that its package imports."""
+    if "offbeat" not in sys.modules:
+        sys.modules["offbeat"] = package = ModuleType("offbeat")
+        package.__path__ = [str(Path(__file__).parents[2])]
+    return importlib.import_module(f"offbeat.{name}")

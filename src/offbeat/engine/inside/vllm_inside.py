@@ -6,9 +6,9 @@ Runs in vLLM's own processes and environment, and imports nothing of `offbeat` e
         --worker-extension-cls vllm_inside.WorkerExtension --logprobs-mode processed_logprobs
 
 `Inside` lives in the API server and adds routes when it starts; `WorkerExtension` is mixed into vLLM's workers (`vllm_worker`). With
-VLLM_API_KEY set every path requires that key (`vllm_guard`). Each completion reports the version that sampled each token ("versions"), as
-recorded by the engine's step loop. After a switch the canary of the proof is queued before the server resumes, ahead of waiting requests.
-Needs vLLM 0.32 or later.
+VLLM_API_KEY set every path requires that key (`vllm_guard`); OFFBEAT_IMAGES names the folder of images that prompts may have
+(`vllm_images`). Each completion reports the version that sampled each token ("versions"), as recorded by the engine's step loop. After a
+switch the canary of the proof is queued before the server resumes, ahead of waiting requests (`vllm_canary`). Needs vLLM 0.32 or later.
 """
 
 import asyncio
@@ -16,7 +16,6 @@ import dataclasses
 import json
 import os
 import time
-import uuid
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -29,10 +28,11 @@ from starlette.responses import JSONResponse, Response
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm_canary import Canary, priority_of, read_version
 from vllm_files import RefusedError, check_weights, files_of, fingerprint_files
 from vllm_guard import may_enter, refuse
+from vllm_images import give_images
 from vllm_sleep import check_sleep
 from vllm_weights import Weights, obtain
 from vllm_worker import WorkerExtension as WorkerExtension  # vLLM finds it here
@@ -42,12 +42,10 @@ _PAUSES = {"recompute": ("keep", True), "keep": ("keep", False), "drain": ("wait
 """For each `interrupt`: vLLM's pause mode, and whether all cached keys and values are dropped, also of running requests."""
 _METHODS = (
     "pause_generation", "resume_generation", "is_paused", "collective_rpc", "reset_prefix_cache", "update_weight_version",
-    "get_weight_version", "add_request", "sleep", "wake_up")
+    "reset_encoder_cache", "get_weight_version", "add_request", "sleep", "wake_up")
 _KEY = os.environ.get("VLLM_API_KEY", "")
-_FIRST_VERSION = int(os.environ.get("OFFBEAT_VERSION", "-1"))
+_IMAGES = os.environ.get("OFFBEAT_IMAGES", "")
 _GENERATING = ("/v1/completions", "/v1/chat/completions", "/health")
-_AHEAD = -1
-"""Priority of a proof, which has a deadline and may meet many waiting requests; lower is earlier, and all others have 0."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +95,7 @@ class Inside:
 
     def _install(self, app: Any) -> None:
         self._state = app.state
+        give_images(app.state.engine_client, _IMAGES)
         app.add_route("/v1/weights/stage", self._answering(self._stage), methods=["POST"])
         app.add_route("/v1/weights/switch", self._answering(self._switch), methods=["POST"])
         app.add_route("/v1/weights/prove", self._answering(self._prove), methods=["POST"])
@@ -173,6 +172,7 @@ class Inside:
             if self._asleep:
                 await engine.wake_up(tags=["weights"])  # their memory, into which the weights are loaded now
             told = await _ask_workers(engine, "offbeat_load", [str(path) for path in staged.files], _started_with(engine))
+            await engine.reset_encoder_cache()  # features of images, which the workers have dropped with the old weights
             if reset:
                 await engine.reset_prefix_cache()
             await engine.update_weight_version(str(version))
@@ -249,7 +249,7 @@ class Inside:
         canary, self._canary = self._canary, None
         if canary is None or canary.tokens != tokens:
             canary = await Canary.ask(engine, tokens)
-        logprobs, version = await canary.answer()
+        logprobs, version = await canary.collect()
         async with self._switching:
             told = await self._fingerprint(engine, b"")
             if self._loaded is not None and self._loaded.weights is not None:
@@ -274,7 +274,7 @@ class Inside:
         """
         (name,) = read_body(body, name=str)
         answer = {
-            "fingerprint": self._adapters.get(name), "priority": _AHEAD if goes_ahead(engine) else 0, "wrong": [], "num_unread": None}
+            "fingerprint": self._adapters.get(name), "priority": priority_of(engine), "wrong": [], "num_unread": None}
         request = getattr(getattr(self._state, "openai_serving_models", None), "lora_requests", {}).get(name)
         if request is not None:
             told = await _ask_workers(engine, "offbeat_adapter", request.lora_int_id, request.lora_path)
@@ -297,40 +297,6 @@ class Inside:
             await send(message)
 
         await self._app(scope, replay, note_start)
-
-
-@dataclasses.dataclass(frozen=True)
-class Canary:
-    """Tokens whose log-probabilities were requested, ahead of waiting requests."""
-
-    tokens: list[int]
-    collectors: list[Any]
-
-    @classmethod
-    async def ask(cls, engine: AsyncLLM, tokens: list[int]) -> "Canary":
-        """Queue the requests that score the canary; works also while the server is paused."""
-        if len(tokens) < 2 or not all(type(token) is int and token >= 0 for token in tokens):
-            raise RefusedError(f"a canary is two tokens or more, got {str(tokens)[:200]}")
-        settings = {"max_tokens": 1, "temperature": 1.0, "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
-        if engine.vllm_config.lora_config is not None and current_platform.is_cpu():  # prompt_logprobs crash vLLM there
-            asked = [
-                (tokens[:end], SamplingParams(logprobs=1, logprob_token_ids=[tokens[end]], **settings)) for end in range(1, len(tokens))]
-        else:
-            asked = [(tokens, SamplingParams(prompt_logprobs=0, **settings))]
-        priority = _AHEAD if goes_ahead(engine) else 0
-        return cls(tokens, [
-            await engine.add_request(f"canary-{uuid.uuid4().hex}", {"prompt_token_ids": prompt}, params, priority=priority)
-            for prompt, params in asked])
-
-    async def answer(self) -> tuple[list[float], int]:
-        """Return the log-probability of each token but the first, and the version that scored them."""
-        outputs = [await collector.get() for collector in self.collectors]
-        versions = {_number(span.version) for output in outputs for span in output.outputs[0].weight_versions or ()}
-        if len(versions) != 1:
-            raise RuntimeError(f"the canary was scored by versions {sorted(versions)}")
-        whole = outputs[0].prompt_logprobs
-        rows = whole[1:] if whole else [output.outputs[0].logprobs[0] for output in outputs]
-        return [row[token].logprob for row, token in zip(rows, self.tokens[1:], strict=True)], versions.pop()
 
 
 def _header(scope: Any, name: str) -> str:
@@ -365,7 +331,7 @@ def with_versions(form: Callable[..., Any]) -> Callable[..., Any]:
         samples = [sample for result in results for sample in result.outputs]
         for choice, sample in zip(response.choices, samples, strict=True):
             spans = sample.weight_versions or ()
-            choice.versions = [_number(span.version) for span in spans for _ in range(span.start, span.end)]
+            choice.versions = [read_version(span.version) for span in spans for _ in range(span.start, span.end)]
         return response
 
     return formed
@@ -382,11 +348,6 @@ def check_interface() -> None:
         raise RuntimeError(f"vLLM {vllm.__version__} has no {', '.join(missing)}, which Offbeat needs; use vLLM 0.32 or later")
 
 
-def goes_ahead(engine: AsyncLLM) -> bool:
-    """Whether the scheduler honours priorities."""
-    return engine.vllm_config.scheduler_config.policy == "priority"
-
-
 async def _ask_workers(engine: AsyncLLM, method: str, *args: Any) -> list[Any]:
     """Call a method of all workers, and return their answers. Raises as `read_answers`."""
     return read_answers(await engine.collective_rpc(method, args=args))
@@ -397,12 +358,7 @@ def _started_with(engine: AsyncLLM) -> list[str]:
 
 
 async def _live(engine: AsyncLLM) -> int:
-    return _number(await engine.get_weight_version())
-
-
-def _number(version: str) -> int:
-    """Parse a version; vLLM calls the weights that it started with "default"."""
-    return _FIRST_VERSION if version == "default" else int(version)
+    return read_version(await engine.get_weight_version())
 
 
 def _error(message: str, *, status: int) -> Response:

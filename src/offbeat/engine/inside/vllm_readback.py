@@ -11,7 +11,7 @@ their original form and are compared completely.
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,10 @@ class ReadBack:
     def __init__(self, model: nn.Module, files: Sequence[str]) -> None:
         """`files` hold the model's current weights in their original form; without files nothing can be read back."""
         self._modules = {name.replace(".base_layer", ""): module for name, module in model.named_modules()}
-        self._fused: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", None) or {}
+        self._prefixes = prefixes_of(model)
+        self._fused: dict[str, Sequence[str]] = {}
+        for module in model.modules():  # a model with images has its language part's names there
+            self._fused |= getattr(module, "packed_modules_mapping", None) or {}
         self._tied = bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
         self._turn = 0
         self._readable: set[str] = set()
@@ -72,10 +75,13 @@ class ReadBack:
 
         The embedding has two places where it is tied to the head.
         """
-        if (expert := Expert.of_tensor(self._modules, name)) is not None:
+        place = name
+        for prefix, own in self._prefixes.items():
+            place = own + place.removeprefix(prefix) if place.startswith(prefix) else place
+        if (expert := Expert.of_tensor(self._modules, place)) is not None:
             yield name, expert, None
             return
-        path, _, _ = name.rpartition(".")
+        path, _, _ = place.rpartition(".")
         last = path.rpartition(".")[2]
         parent = path.removesuffix(last)
         module, part = self._modules.get(path), None
@@ -86,6 +92,12 @@ class ReadBack:
         yield name, module, part
         if tied and type(module).__name__ == "VocabParallelEmbedding":
             yield from ((_HEAD, head, None) for head in self._modules.values() if type(head).__name__ == "ParallelLMHead")
+
+
+def prefixes_of(model: nn.Module) -> dict[str, str]:
+    """Return beginnings of the names of a checkpoint that vLLM replaces in its own, in order, such as "model.visual." by "visual."."""
+    table = getattr(getattr(model, "hf_to_vllm_mapper", None), "orig_to_new_prefix", {})
+    return {prefix: own for prefix, own in table.items() if own is not None}
 
 
 def _compare_live(module: Any, name: str, tensor: Tensor, part: int | None, turn: int) -> tuple[bool, dict[str, bool]]:

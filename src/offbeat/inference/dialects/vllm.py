@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from offbeat.data.image_store import FIRST_ID
 from offbeat.errors import EngineError, RefusedError
 from offbeat.inference.dialects.base import Wire
 from offbeat.inference.dialects.completions import top_tokens
@@ -98,7 +99,8 @@ class VllmDialect(EmbeddedDialect):
         rows = [{int(token): entry["logprob"] for token, entry in row.items()} for row in choice["prompt_logprobs"][1:]]
         version = split_adapter_name(adapter)[1] if adapter else choice.get("versions", (_INITIAL,))[0]
         top = ((), *(top_tokens(row, request.top_k) for row in rows)) if request.top_k else ()
-        logprobs = (math.nan, *(row[token] for token, row in zip(request.tokens[1:], rows, strict=True)))
+        told = (row[token if token < FIRST_ID else next(iter(row))] for token, row in zip(request.tokens[1:], rows, strict=True))
+        logprobs = (math.nan, *told)
         return PromptScore(logprobs, version, top, _target_logprobs(request, rows)).check(request)
 
     async def switch(self, wire: Wire, manifest: Manifest, interrupt: Interrupt) -> None:
