@@ -156,8 +156,6 @@ class GuardedProtocol(HttpToolsProtocol):
         self._deadline: float | None = None
         self._unsent_bytes, self._unsent_deadline, self._drained = 0, 0.0, False
 
-    # -- the connection ----------------------------------------------------------------------------------------------------------------
-
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.address = address_of(self.client[0] if self.client else "")
@@ -227,8 +225,6 @@ class GuardedProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 (uvicorn's own words)
         """Answer when parsing ends in an error, which is either one of our refusals or input that is not HTTP."""
         self._refuse(*self._refusal)
-
-    # -- callbacks of the parser -------------------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         self._head_bytes = self._head_fields = 0

@@ -49,7 +49,7 @@ class Seat:
 
 
 class PlayPool:
-    """A pool of processes that play one agent, environment or set of tools; once it is entered, `tools` are described to models."""
+    """A pool of processes that play one agent, environment or set of tools; `tools`, described to models, are known once entered."""
 
     def __init__(self, request: PlayLoadRequest, config: AgentConfig, *, log_dir: Path | None, notes: Notes | None = None) -> None:
         """Prepare the pool; its processes start on entering it.

@@ -95,8 +95,6 @@ class Proxy:
         self._sessions = ProxySessions(linger_s=linger_s)
         self._started = time.time()
 
-    # -- life --------------------------------------------------------------------------------------------------------------------------
-
     async def __aenter__(self) -> Self:
         """Listen; raises PortBusyError if the address cannot be bound, DeadlineError if uvicorn did not start in time."""
         address = self._address
@@ -122,8 +120,6 @@ class Proxy:
         async with deadline("the proxy of agents to stop", _STOP_S):
             await self._serving
 
-    # -- sessions ----------------------------------------------------------------------------------------------------------------------
-
     def open(self, generate: Generate, sampling: Sampling, *, limits: EpisodeLimits | None = None, keep_reasoning: bool = True) -> Session:
         """Begin an episode, which has a key of its own; see `Recorder` for the arguments. `close` has to be called at its end."""
         return self._sessions.open(self._recorder(sampling, limits, keep_reasoning), generate)
@@ -144,8 +140,6 @@ class Proxy:
 
     def _recorder(self, sampling: Sampling, limits: EpisodeLimits | None, keep_reasoning: bool) -> Recorder:
         return Recorder(self._renderer, self._parser, sampling=sampling, limits=limits, keep_reasoning=keep_reasoning)
-
-    # -- routes ------------------------------------------------------------------------------------------------------------------------
 
     def _routes(self) -> list[Route]:
         anthropic = Anthropic("proxy")

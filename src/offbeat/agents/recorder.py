@@ -146,8 +146,6 @@ class Recorder:
         """Number of answers that were given or are being sampled."""
         return self._num_opened - self._num_dropped
 
-    # -- one call ----------------------------------------------------------------------------------------------------------------------
-
     def open(self, request: ChatRequest) -> PendingTurn:
         """Find the answer that the request continues, and return its prompt; raises as `find`, `render` and `begin_turn`."""
         return self.begin_turn(self.render(self.find_continuation(request)))
@@ -211,8 +209,6 @@ class Recorder:
         """Forget a turn that failed; its unread answers do not count."""
         self._num_dropped += turn.request.n - len(turn.nodes)
 
-    # -- the end -----------------------------------------------------------------------------------------------------------------------
-
     def chains(self, reward: float, *, episode: int | None, agent: str = "") -> list[Trajectory]:
         """Return one trajectory for each chain of answers that was read to its end; none if nothing was read.
 
@@ -237,8 +233,6 @@ class Recorder:
                 num_malformed += node.is_malformed
             trajectories.append(builder.finish(reward, episode=episode, agent=agent, malformed_calls=num_malformed))
         return trajectories
-
-    # -- recognising -------------------------------------------------------------------------------------------------------------------
 
     def _find(self, request: ChatRequest) -> tuple[Node | None, int, bytes]:
         """Find the longest beginning of the request that ends with an answer of ours.
@@ -267,8 +261,6 @@ class Recorder:
         """Return the template's end of a turn if the sample lacks it, as it was cut, or ended by a string or another token."""
         end = self._renderer.end_of_turn
         return () if sample.token_ids[len(sample.token_ids) - len(end) :] == end else end
-
-    # -- requests and answers ----------------------------------------------------------------------------------------------------------
 
     def _sampling_of(self, request: ChatRequest, room: int) -> Sampling:
         if room < 1:

@@ -131,9 +131,6 @@ class Anthropic(ChatDialect):
         return event(_error(message, status))
 
 
-# -- reading -------------------------------------------------------------------------------------------------------------------------------
-
-
 def _structure(got: _AnthropicBody) -> Structure | None:
     config = got.output_config.format if got.output_config is not None else None
     return structure_of(config, "output_config.format") or structure_of(got.output_format, "output_format")
@@ -224,9 +221,6 @@ def _choice(got: _AnthropicChoice | None) -> tuple[str, str]:
     if got.type == "tool":
         return "required", got.name
     return {"any": "required"}.get(got.type, got.type), ""
-
-
-# -- writing -------------------------------------------------------------------------------------------------------------------------------
 
 
 def _head(answer: ChatAnswer) -> dict[str, Any]:

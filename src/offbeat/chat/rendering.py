@@ -60,8 +60,6 @@ class Renderer:
         self.end_of_turn: tuple[int, ...] = () if end is None else (end,)
         self._end_text = "" if end is None else next(text for text, index in tokenizer.special_tokens.items() if index == end)
 
-    # -- prompts -----------------------------------------------------------------------------------------------------------------------
-
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, opening: str = "") -> list[int]:
         """Return the token ids of a chat up to the assistant's answer, and of `opening`, the answer's forced beginning.
 
@@ -147,8 +145,6 @@ class Renderer:
         """Whether the template itself begins an answer with the tag of reasoning."""
         return self.generation_prompt.rstrip().endswith("<think>")
 
-    # -- abilities of the template -----------------------------------------------------------------------------------------------------
-
     def _format(self, name: str) -> ToolFormat | None:
         if not name:
             templates = self.tokenizer.hf.chat_template
@@ -158,8 +154,6 @@ class Renderer:
         if name not in known:
             raise ModelError(f"the tool format {name!r} is unknown; use one of {', '.join(sorted(known))}, or leave it empty")
         return known[name]
-
-    # -- text --------------------------------------------------------------------------------------------------------------------------
 
     def _before(self, tools: Sequence[Tool]) -> str:
         """Render the text before the dummy answer; remembered by tools."""

@@ -99,9 +99,6 @@ class Responses(ChatDialect):
         return event({**_error(message, status), "sequence_number": 0})
 
 
-# -- reading -------------------------------------------------------------------------------------------------------------------------------
-
-
 def _messages(got: str | Sequence[_Item], instructions: str | None, rules: ImageRules) -> tuple[Message, ...]:
     messages = [Message("system", instructions)] if instructions else []
     if isinstance(got, str):
@@ -151,9 +148,6 @@ def _tool(got: _ResponsesTool) -> Tool:
     if got.type != "function":
         raise RefusedError(f"tools has one of type {got.type!r}, and none is built in here; only functions, which the client runs itself")
     return tool_of(got.name, got.description, got.parameters, strict=got.strict)
-
-
-# -- writing -------------------------------------------------------------------------------------------------------------------------------
 
 
 def _status(reply: Reply) -> str:

@@ -104,9 +104,6 @@ def check_supports(supports: object, tokens: np.ndarray) -> Supports:
     return supports
 
 
-# -- bytes -------------------------------------------------------------------------------------------------------------------------------
-
-
 class _PackedSupports(msgspec.Struct, array_like=True):
     forms: bytes
     sizes: bytes

@@ -69,8 +69,6 @@ class EngineAdapters:
     def names(self) -> tuple[str, ...]:
         return tuple(self.folders)
 
-    # -- loading and unloading ---------------------------------------------------------------------------------------------------------
-
     def has(self, name: str, folder: str) -> bool:
         """Whether the adapter is held; one that was being unloaded stays. Raises RefusedError for a bad name, or another folder's."""
         if not 0 < len(name) <= MAX_NAME:
@@ -141,8 +139,6 @@ class EngineAdapters:
 
     def _show_names(self) -> None:
         self.folders = {name: held.folder for name, held in self._held.items() if not held.leaving}
-
-    # -- use ---------------------------------------------------------------------------------------------------------------------------
 
     def use(self, name: str) -> None:
         """Mark an adapter as the latest used; "" is the base model. Raises UnknownAdapterError if it is not held, or is being unloaded."""

@@ -69,8 +69,6 @@ class EngineServer:
         self._http: HttpServer | None = None
         self._thread: threading.Thread | None = None
 
-    # -- life --------------------------------------------------------------------------------------------------------------------------
-
     def start(self, *, host: str = "127.0.0.1", port: int = 0, timeout_s: float = 30.0) -> str:
         """Serve from threads of this process and return the URL; port 0 is a free one. Raises PortBusyError, DeadlineError for uvicorn."""
         listener = bind(host, port, who="the engine")
@@ -95,8 +93,6 @@ class EngineServer:
     def _deliver(self, events: list[Event]) -> None:
         assert self._http is not None, "the engine starts after the event loop and ends before it"
         self._http.loop.call_soon_threadsafe(self._submissions.dispatch, events)
-
-    # -- routes ------------------------------------------------------------------------------------------------------------------------
 
     def _routes(self) -> list[Route]:
         table: list[tuple[str, str, Handler]] = [
@@ -152,8 +148,6 @@ class EngineServer:
 
     async def _metrics(self, _: HttpRequest) -> Response:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
-
-    # -- control -----------------------------------------------------------------------------------------------------------------------
 
     async def _stage(self, http: HttpRequest) -> Response:
         body = read_body(wire.StageBody, await whole_body(http))

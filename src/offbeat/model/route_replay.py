@@ -81,9 +81,6 @@ def _are_complete(outputs: Any) -> bool:
     return isinstance(outputs, tuple) and len(outputs) == 3
 
 
-# -- replay ------------------------------------------------------------------------------------------------------------------------------
-
-
 class _Current(threading.local):
     """What this thread's routers replay.
 
@@ -225,8 +222,6 @@ class _Given(TorchFunctionMode):
         experts_TK = torch.where(self._routes_TK == unknown_in(self._routes_TK), chosen.indices, self._routes_TK.long())
         return torch.return_types.topk((args[0].gather(1, experts_TK), experts_TK))  # pyright: ignore
 
-
-# -- checks of a family's router ---------------------------------------------------------------------------------------------------------
 
 _NUM_PROBED = 16
 _RAW_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError, AssertionError)

@@ -74,8 +74,6 @@ class Trainers:
         self._prepared: tuple[Batch, list[TrainStep]] | None = None
         self._spreading = asyncio.Lock()
 
-    # -- one policy --------------------------------------------------------------------------------------------------------------------
-
     async def restart_optimizer(self, optimizer: OptimizerConfig, *, total_steps: int) -> None:
         """Start over with a fresh optimizer, at the beginning of a schedule of `total_steps` training steps; the weights stay."""
         self._step, self._held, self._prepared = 0, None, None
@@ -167,8 +165,6 @@ class Trainers:
         request = ExportRequest(str(folder.absolute()), tokenizer, self._config.model.number_format)
         await self._all("export", request, NoneType, timeout_s=self._config.checkpoint.timeout_s)
 
-    # -- many adapters -----------------------------------------------------------------------------------------------------------------
-
     async def add(self, adapter: NewAdapter) -> None:
         """Add an adapter: a fresh one, or one loaded from a PEFT folder."""
         self.steps[adapter.name] = 0  # the name is taken from here on
@@ -225,8 +221,6 @@ class Trainers:
     async def restore_adapter(self, name: str, folder: Path, *, optimizer: bool) -> None:
         """Load a folder of `save_adapter`, with its optimizer state or with a fresh optimizer."""
         self.steps[name] = (await self._all("load", Folder(str(folder.absolute()), name, optimizer), LoadedStep)).step
-
-    # -- calls -------------------------------------------------------------------------------------------------------------------------
 
     async def _spread(self, batch: Batch, step: int, *, num_minibatches: int, ahead: bool = False) -> list[TrainStep]:
         params = adam_params(step, config=self._optimizer, total_steps=self._total_steps)

@@ -109,9 +109,6 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{name}", value
 
 
-# -- what changed --------------------------------------------------------------------------------------------------------------------------
-
-
 def _changed(a: _Recorded, b: _Recorded) -> Iterator[str]:
     for key in sorted(a.settings.keys() | b.settings.keys()):
         was, now = a.settings.get(key), b.settings.get(key)
@@ -137,9 +134,6 @@ def _changed(a: _Recorded, b: _Recorded) -> Iterator[str]:
 def _shown(value: Any) -> str:
     text = "not set" if value is None else repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
-
-
-# -- where they part -----------------------------------------------------------------------------------------------------------------------
 
 
 def _partings(number: int, a: _Recorded, b: _Recorded) -> Iterator[Parting]:

@@ -62,8 +62,6 @@ class Checkpoints:
         for row in self._rows.values():
             usage.add(row.owner, disk_bytes=row.size_bytes)
 
-    # -- folders -----------------------------------------------------------------------------------------------------------------------
-
     @asynccontextmanager
     async def making(self) -> AsyncIterator[str]:
         """Yield the name of a new folder to write; at the end of the body it is deleted unless one of `users` needs it."""
@@ -125,8 +123,6 @@ class Checkpoints:
         except CheckpointError:
             pass  # the folder was never complete
         await asyncio.to_thread(discard, path)  # anything left over is an orphan at the next start
-
-    # -- checkpoints -------------------------------------------------------------------------------------------------------------------
 
     async def add(self, row: CheckpointRow, *, overwrite: bool) -> None:
         """Make a sealed folder visible to clients; raises RequestError if its name is taken, or its owner's disk limit exceeded."""

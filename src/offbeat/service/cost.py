@@ -151,8 +151,6 @@ def cost_of_samples(request: SampleRequest, *, room: int, max_in_flight: int) ->
     return SampleCost(Cost(tokens, held_bytes, rank_bytes, answer_bytes=answer_bytes), together, sample_bytes)
 
 
-# -- models in the trainers ----------------------------------------------------------------------------------------------------------------
-
 _COPIES_OF_ADAPTER = 4
 """Weights, gradients and two moments, each float32."""
 _MEMORY_SHARE = 4

@@ -179,8 +179,6 @@ class Models:
             raise
         model.row = row
 
-    # -- residency ---------------------------------------------------------------------------------------------------------------------
-
     async def enter(self, model: Model) -> None:
         """Make the trainers hold a model; raises StorageError if its saved state is damaged or gone, OffbeatError if the trainers fail."""
         if model.resident:

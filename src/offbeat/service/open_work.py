@@ -64,8 +64,6 @@ class OpenWork:
         oldest = min((work.since for work in self._open), default=time.monotonic())
         return QueueStatus(len(self._open), sum(work.tokens for work in self._open), round(time.monotonic() - oldest, 2))
 
-    # -- ends --------------------------------------------------------------------------------------------------------------------------
-
     def end_soon(self, work: Work, outcome: Outcome) -> None:
         """Give a request its outcome, unless it already has one."""
         if work.future is None:
@@ -99,8 +97,6 @@ class OpenWork:
             await self._models.store_progress(model)
         except StorageError as exc:
             _log.error("%s: its progress could not be stored: %s", model.id, exc)
-
-    # -- tails -------------------------------------------------------------------------------------------------------------------------
 
     def spawn(self, tail: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.create_task(tail)

@@ -88,8 +88,6 @@ class Samplers:
         for row in self._rows.values():
             usage.add(row.owner, disk_bytes=row.size_bytes, samplers=1)
 
-    # -- making and finding ------------------------------------------------------------------------------------------------------------
-
     async def create(self, caller: Caller, *, session_id: str, seq: int, base_model: str | None, model_path: str | None) -> str:
         """Create a sampler of a base model, or of the checkpoint at a path; a repeated request returns the same sampler.
 
@@ -199,8 +197,6 @@ class Samplers:
     def ids_of(self, session_id: str) -> Collection[str]:
         return [row.id for row in self._rows.values() if row.session_id == session_id]
 
-    # -- weights -----------------------------------------------------------------------------------------------------------------------
-
     @asynccontextmanager
     async def using(self, row: SamplerRow) -> AsyncIterator[str]:
         """Yield the name of the sampler's adapter on engines, "" for the base model; the weights stay while the block runs.
@@ -245,8 +241,6 @@ class Samplers:
                 self._engines.pin(manifest)
                 self._pinned[folder] = manifest.name
             return self._pinned[folder]
-
-    # -- ends --------------------------------------------------------------------------------------------------------------------------
 
     async def end_session(self, session_id: str) -> None:
         """End all snapshots of a session."""

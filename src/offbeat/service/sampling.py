@@ -205,8 +205,6 @@ class SamplingService:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    # -- carrying out ------------------------------------------------------------------------------------------------------------------
-
     def _start(self) -> None:
         while (part := self._next()) is not None:
             job = part.job

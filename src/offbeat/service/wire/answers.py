@@ -62,9 +62,6 @@ def _fields_of(outcome: Outcome) -> dict[str, Any]:
     raise AssertionError(f"{type(outcome).__name__} is no outcome that is JSON")
 
 
-# -- passes --------------------------------------------------------------------------------------------------------------------------------
-
-
 def _pass(outcome: PassDone) -> Mapping[str, Any]:
     assert all(name.count(":") == 1 for name in outcome.metrics), "clients read metrics as name:reduction"
     groups = itertools.groupby(outcome.logprobs, key=lambda logprobs: logprobs.shape[1:])  # clients accept them dense only
@@ -84,9 +81,6 @@ def _record(shape: tuple[int, ...], logprobs: Sequence[np.ndarray | SparseArray]
             values[start:end] = datum.reshape(-1)
     field = {"data": values.data.cast("B"), "offsets": (4 * ends).astype("<i8").tobytes(), "dtype": FLOAT32, "trailing_shape": shape}
     return {"type_tag": "ArrayRecord", "fields": {"logprobs": field}, "num_datums": len(logprobs)}
-
-
-# -- samples -------------------------------------------------------------------------------------------------------------------------------
 
 
 def _samples(outcome: Sampled) -> Mapping[str, Any]:

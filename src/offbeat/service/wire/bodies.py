@@ -19,9 +19,6 @@ def _refuse_token(token: str | None) -> None:
         raise ValueError("this server has no weights_access_token; let the owner publish the checkpoint")
 
 
-# -- sessions ------------------------------------------------------------------------------------------------------------------------------
-
-
 class CreateSessionBody(Body):
     tags: Annotated[tuple[Label, ...], msgspec.Meta(max_length=100)] = ()
     user_metadata: Metadata | None = None
@@ -49,9 +46,6 @@ class FinishSessionBody(Body):
     """Body of POST sessions/ID/finish."""
 
     reason: FinishReason
-
-
-# -- models --------------------------------------------------------------------------------------------------------------------------------
 
 
 class OptimizerBody(Body):
@@ -206,9 +200,6 @@ class LoadWeightsBody(Body):
         return self.session_id is not None
 
 
-# -- samplers ------------------------------------------------------------------------------------------------------------------------------
-
-
 class CreateSamplingSessionBody(Body):
     session_id: Text
     sampling_session_seq_id: Count
@@ -218,9 +209,6 @@ class CreateSamplingSessionBody(Body):
     def __post_init__(self) -> None:
         if self.base_model is None and self.model_path is None:
             raise ValueError("give base_model or model_path")
-
-
-# -- futures and checkpoints ---------------------------------------------------------------------------------------------------------------
 
 
 class RetrieveFutureBody(Body):
