@@ -63,9 +63,7 @@ def at_vendors_paths(endpoints: list[Endpoint]) -> list[Endpoint]:
 
 
 class ChatRoutes:
-    def __init__(
-        self, sampling: SamplingService, library: Library, served: Served, *, tokenizer: Tokenizer, images: RequestImages,
-    ) -> None:
+    def __init__(self, sampling: SamplingService, library: Library, served: Served, *, tokenizer: Tokenizer, images: RequestImages) -> None:
         """`tokenizer` is the base model's, under a name that clients may see, and `images` reads what it has in place of images."""
         self._sampling = sampling
         self._library = library
