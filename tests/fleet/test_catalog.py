@@ -67,6 +67,24 @@ def test_a_version_that_failed_is_withdrawn_and_may_be_published_again() -> None
     assert known(catalog, "alice@1", "carol@4") == ["alice@1"]
 
 
+def test_the_folder_of_a_version_that_failed_goes_with_the_next_one() -> None:
+    catalog = Catalog(keep=2)
+    publish(catalog, "alice@1")
+    catalog.add(manifest("alice@2"))
+    catalog.withdraw("alice@2")
+    catalog.add(manifest("bob@1"), pinned=True)
+    catalog.withdraw("bob@1")
+    assert catalog.prune(()) == []
+    publish(catalog, "alice@3", "bob@2")
+    assert catalog.prune({"alice@2"}) == []
+    assert catalog.prune(()) == ["alice@2"]
+    assert catalog.prune(()) == [] and known(catalog, "alice@1", "alice@3") == ["alice@1", "alice@3"]
+    catalog.add(manifest("alice@4"))
+    catalog.withdraw("alice@4")
+    publish(catalog, "alice@4", "alice@5")
+    assert catalog.prune(()) == ["alice@1", "alice@3"], "what is published after all stays"
+
+
 def test_pinned_versions_stand_beside_what_is_published_in_any_order() -> None:
     catalog = Catalog(keep=1)
     catalog.pin(manifest("alice@3"))

@@ -1,7 +1,9 @@
 """Adapters as PEFT's folders: what we write PEFT reads, what PEFT writes we read, and nothing else gets in."""
 
+import gc
 import json
 import os
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -145,6 +147,21 @@ def test_a_damaged_or_foreign_folder_is_refused_in_one_sentence(damage, message,
     with pytest.raises(ModelError, match=message) as refusal:
         read_adapter(tmp_path / "a")
     assert "\n" not in str(refusal.value)
+
+
+def test_reading_an_adapter_again_and_again_takes_no_memory(base, tmp_path):
+    write_adapter(make_adapter(base), tmp_path / "a", base_model="tiny")
+    for _ in range(3):
+        read_adapter(tmp_path / "a")
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(200):
+            read_adapter(tmp_path / "a")
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] - before < 20_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_folder_is_written_once_and_whole(base, tmp_path):

@@ -22,6 +22,7 @@ class Catalog:
         self._pinned: dict[str, Manifest] = {}
         self._newest: dict[str, str] = {}
         self._current: dict[str, str] = {}
+        self._withdrawn: dict[str, Manifest] = {}
 
     @property
     def num_adapters(self) -> int:
@@ -59,6 +60,7 @@ class Catalog:
         if newest is not None and manifest.version <= version_of(newest):
             raise PublishError(
                 f"{manifest.name} is not newer than {newest}; a version is published once, and an adapter's versions count up")
+        self._withdrawn.pop(manifest.name, None)
         self._published[manifest.name], self._newest[manifest.adapter] = manifest, manifest.name
 
     def serves(self, name: str) -> None:
@@ -73,8 +75,9 @@ class Catalog:
         adapter = adapter_of(name)
         if self._current.get(adapter) == name:
             return
-        self._published.pop(name, None)
-        self._pinned.pop(name, None)
+        manifest = self._published.pop(name, None)
+        if self._pinned.pop(name, None) is None and manifest is not None:
+            self._withdrawn[name] = manifest
         if self._newest.get(adapter) == name:
             del self._newest[adapter]
             if adapter in self._current:
@@ -91,6 +94,7 @@ class Catalog:
         known = self.get(manifest.name)
         if known is not None and (known.folder, known.fingerprint) != (manifest.folder, manifest.fingerprint):
             raise PublishError(f"{manifest.name} is {known.folder} and cannot become {manifest.folder}; a version is immutable")
+        self._withdrawn.pop(manifest.name, None)
         self._pinned[manifest.name] = manifest
 
     def unpin(self, name: str) -> None:
@@ -107,13 +111,19 @@ class Catalog:
         return name not in self._pinned and name != self._current.get(adapter_of(name))
 
     def prune(self, in_use: Collection[str]) -> list[str]:
-        """Forget versions that are neither among an adapter's newest, nor pinned, nor named in `in_use`. Returns their folders."""
+        """Forget versions that are neither among an adapter's newest, nor pinned, nor named in `in_use`. Returns their folders.
+
+        A version that was withdrawn is one of them as soon as its adapter has a newer one; until then, it can be looked at.
+        """
         kept = {*in_use, *self._newest.values(), *self._current.values()}
         by_adapter: dict[str, list[str]] = {}
         for name in sorted(self._published, key=version_of):
             by_adapter.setdefault(self._published[name].adapter, []).append(name)
         old = [name for names in by_adapter.values() for name in names[: -self._keep] if name not in kept and name not in self._pinned]
-        return [self._published.pop(name).folder for name in old]
+        failed = [
+            name for name, manifest in self._withdrawn.items()
+            if name not in in_use and version_of(self._newest.get(manifest.adapter, name)) > manifest.version]
+        return [manifest.folder for manifest in (*map(self._withdrawn.pop, failed), *map(self._published.pop, old))]
 
 
 def adapter_of(name: str) -> str:
