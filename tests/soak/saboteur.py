@@ -35,7 +35,7 @@ class FaultInjector:
         self, adapters: Adapters, work: Work, ledger: Ledger, *, kinds: tuple[str, ...], seed: int, pause_s: float = PAUSE_S,
         never_killed: str = "",
     ) -> None:
-        """`never_killed` names an engine whose process lasts; it is stopped and slowed like the others."""
+        """`never_killed` names an engine whose process lasts; it is slowed alone, since one that is stopped is replaced."""
         self.stop = asyncio.Event()
         self._pause_s = pause_s
         self._never_killed = never_killed
@@ -70,7 +70,7 @@ class FaultInjector:
 
     async def _hurt_engine(self, kind: str) -> None:
         workers = self._serving.engines.workers
-        worker = self._rng.choice([worker for worker in workers if kind != "kill" or worker.name != self._never_killed])
+        worker = self._rng.choice([worker for worker in workers if kind == "slow" or worker.name != self._never_killed])
         process = psutil.Process(worker.pid)
         self._begin(kind, worker.name)
         await {"kill": self._kill, "stop": self._stop, "slow": self._slow}[kind](process, worker.name)
