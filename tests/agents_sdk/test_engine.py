@@ -82,7 +82,7 @@ def test_at_the_recording_proxy_they_get_the_same_and_are_recorded_token_by_toke
 
 
 def test_pictures_are_read_alike_in_both_sdks_and_a_bad_one_is_one_sentence(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "model", "smolvlm")
+    folder = make_folder(tmp_path / "policy", "smolvlm")
     picture().save(tmp_path / "a.png")
     server = EngineServer(EngineOptions(model=str(folder), images=str(tmp_path / "images")))
     try:

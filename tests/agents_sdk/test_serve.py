@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from agents_sdk.adder_model import QUESTION, RIGHT
+from image_models import make_folder, picture
 from sdk.server import MODEL_NAME, Server
 
 HERE, PYTHON = Path(__file__).parent, Path(__file__).parents[2] / ".venv-agents-a" / "bin" / "python"
@@ -114,3 +115,15 @@ def test_clients_find_what_their_owner_has_trained_by_its_path(server: Server) -
 @pytest.mark.parametrize("path", ["/v1", "/oai/api/v1"])
 def test_completions_pass_the_sdks_strict_types(server: Server, path: str) -> None:
     run(server, "-c", _COMPLETIONS, server.url + path)
+
+
+def test_pictures_are_read_alike_in_both_sdks_and_a_bad_one_is_one_sentence(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model", "smolvlm")
+    picture().save(tmp_path / "a.png")
+    with Server(folder, tmp_path, "--serve.aliases", '["policy"]') as running:
+        done = run(running, str(HERE / "programs" / "images.py"), running.url, str(tmp_path / "a.png"), "tml-alice")
+    counts, *refused = done.stdout.splitlines()
+    assert len(set(counts.split())) == 1
+    first, second, third = refused
+    assert first == third and first.startswith("the chat: image 1 is no image in one of the formats")
+    assert second.endswith("is the address 'https://example.org/a.png' (str), and nothing is fetched; send a data URI")

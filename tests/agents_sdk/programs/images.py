@@ -1,16 +1,20 @@
-"""Send pictures through the SDKs of OpenAI and Anthropic, with strict validation; prints the tokens of each prompt, and what is refused."""
+"""Send pictures through the SDKs of OpenAI and Anthropic, with strict validation; prints the tokens of each prompt, and what is refused.
+
+Usage: images.py URL PICTURE [KEY]
+"""
 
 import base64
 import sys
 from pathlib import Path
 
 from anthropic import Anthropic
-from anthropic import BadRequestError as AnthropicBadRequest
-from openai import BadRequestError, OpenAI
+from anthropic import APIStatusError as AnthropicStatusError
+from openai import APIStatusError, OpenAI
 
 url, picture = sys.argv[1], base64.b64encode(Path(sys.argv[2]).read_bytes()).decode()
-openai = OpenAI(base_url=f"{url}/v1", api_key="none", _strict_response_validation=True, max_retries=0)
-anthropic = Anthropic(base_url=url, api_key="none", _strict_response_validation=True, max_retries=0)
+key = sys.argv[3] if len(sys.argv) > 3 else "none"
+openai = OpenAI(base_url=f"{url}/v1", api_key=key, _strict_response_validation=True, max_retries=0)
+anthropic = Anthropic(base_url=url, api_key=key, _strict_response_validation=True, max_retries=0)
 uri, text = f"data:image/png;base64,{picture}", "how many?"
 
 
@@ -39,5 +43,5 @@ bad = base64.b64encode(b"no picture").decode()
 for ask, wrong in ((chat, f"data:image/png;base64,{bad}"), (respond, "https://example.org/a.png"), (message, bad)):
     try:
         ask(wrong)
-    except (BadRequestError, AnthropicBadRequest) as exc:
+    except (APIStatusError, AnthropicStatusError) as exc:
         print(exc.body["error"]["message"] if "error" in exc.body else exc.body["message"])
