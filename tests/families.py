@@ -28,12 +28,13 @@ from offbeat.config.train import TrainConfig
 from offbeat.data.batch import Batch, SharedPrompts
 from offbeat.data.packing import pack_row
 from offbeat.engine.cache import SlotCache
-from offbeat.engine.forward import Forward, fingerprint_tensors
+from offbeat.engine.forward import Forward, bytes_of, fingerprint_tensors
 from offbeat.engine.loader import load_forward
 from offbeat.engine.lora import AdapterRows, AdapterStack
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.versions import read_version
 from offbeat.errors import ModelError
+from offbeat.model.fingerprint import fingerprint
 from offbeat.model.fused_experts import split_name
 from offbeat.model.hf_io import read_safetensors
 from offbeat.model.images import IMAGE_FAMILIES
@@ -44,6 +45,8 @@ from offbeat.model.peft_io import Adapter
 from offbeat.trainer.policy import let_replay, load_policy
 from offbeat.trainer.snapshots import ModelSnapshot
 from offbeat.trainer.state import full_state
+from offbeat.weights.proof import BY_WEIGHTS, ProofJudge, Verdict
+from offbeat.weights.protocol import Manifest, Proof
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "models.md"
 PROMPTS = [[5, 9, 20, 3, 8, 8, 41, 7, 30], [17, 6, 5, 33]]
@@ -66,6 +69,10 @@ COLUMNS = {
     "names": (
         "Published names", "What is published has the names of the family's own checkpoints (each expert by itself, for one), which vLLM"
         " and SGLang load. The fingerprint is taken under these names, and is equal on the embedded engine."),
+    "proof": (
+        "Proven by weights", "The embedded engine proves a version by the fingerprint of the tensors that it computes with, experts and"
+        " routers included ([proof](weights.md#proof)). That of the right weights is conclusive, and with one number changed in any of the"
+        " tensors that training can change it is refused. A dash is a model that it does not serve."),
     "lora": (
         "LoRA", "An adapter over all linear layers, in the trainer and in the embedded engine where that serves the model. Experts that"
         " transformers fuses into one tensor are not linear layers and stay as they are."),
@@ -146,6 +153,8 @@ def try_all(family: Family) -> dict[str, str]:
 def _cell(trial: Trial, check: Callable[[Trial], None]) -> str:
     if check in (check_routes, check_expert_lora) and not any("expert" in name for name in trial.family.settings):
         return NONE
+    if check is check_proof and not trial.served():
+        return NONE
     try:
         check(trial)
     except ModelError as exc:
@@ -207,6 +216,27 @@ def check_names(trial: Trial) -> None:
             forward.install(forward.prepare(before))
 
 
+def check_proof(trial: Trial) -> None:
+    """The right weights are proven by their fingerprint, and those with one number changed in one tensor are refused."""
+    state, constants = dict(read_safetensors(trial.folder)), {name for name, _ in trial.policy.named_buffers()}
+    for forward in trial.served():
+        before, names = forward.installed(), forward.tensors().keys()
+        assert state.keys() - names <= constants, state.keys() - names
+        published = fingerprint(bytes_of((name, state[name]) for name in names))
+
+        def judge(given: dict[str, torch.Tensor], forward: Forward = forward, published: str = published) -> Verdict:
+            forward.install(forward.prepare(given))
+            proof = Proof(1, forward.fingerprinter()(), (-1.0,))
+            return ProofJudge.of(0.0, "float32").judge("engine 0", Manifest(1, "", published, (5, 9), (-1.0,)), proof)
+
+        assert judge(state).means == BY_WEIGHTS
+        for name in names:
+            changed = state[name].clone()
+            changed.view(-1)[changed.numel() // 2] += 1e-3
+            assert judge({**state, name: changed}).refused, name
+        forward.install(before)
+
+
 def check_lora(trial: Trial) -> None:
     """An adapter in the trainer, and in the engine where that serves the model, against weights with its products added."""
     _check_adapter(trial, trial.policy, (ALL_LINEAR,))
@@ -252,8 +282,8 @@ def check_routes(trial: Trial) -> None:
 
 
 CHECKS = {
-    "packed": check_packed, "unpacked": check_unpacked, "fast": check_fast, "hf": check_hf, "names": check_names, "lora": check_lora,
-    "expert_lora": check_expert_lora, "routes": check_routes}
+    "packed": check_packed, "unpacked": check_unpacked, "fast": check_fast, "hf": check_hf, "names": check_names, "proof": check_proof,
+    "lora": check_lora, "expert_lora": check_expert_lora, "routes": check_routes}
 assert list(CHECKS) == list(COLUMNS)
 
 
@@ -343,6 +373,11 @@ model is refused before anything starts. A family that is not listed is checked 
 sequences, and the embedded engine's forward, must agree with transformers' own code, or the model is refused.
 """
 
+PROOF = """\
+vLLM proves the families that it serves by comparing the same tensors with what its kernels compute with, experts and routers included, as
+far as it can read each of them back ([proof](weights.md#proof)). SGLang shows nothing, so that the canary alone decides.
+"""
+
 IMAGES = """\
 ## Models that read images
 
@@ -379,7 +414,7 @@ def document(cells: dict[str, dict[str, str]], images: dict[str, dict[str, str]]
         row = [_shown(cell, notes) for cell in cells[family.name].values()]
         name = family.name + (f" ({family.remark})" if family.remark else "")
         lines.append(f"| {name} | {family.model_type} | " + " | ".join(row) + " |")
-    lines += ["", *(f"{number}. {note}" for note, number in notes.items()), "", "## The columns", ""]
+    lines += ["", *(f"{number}. {note}" for note, number in notes.items()), "", PROOF, "## The columns", ""]
     lines += _explained(COLUMNS)
     titles = [title for title, _ in image_world.COLUMNS.values()]
     lines += ["", IMAGES, f"| `model_type` | {' | '.join(titles)} |", "|---|" + "---|" * len(titles)]
