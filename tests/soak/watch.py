@@ -84,7 +84,7 @@ class Watch:
         engines = {worker.name: worker.pid for worker in self._adapters.fleet.engines.workers}
         own = psutil.Process()
         lasting = psutil.Process(engines[self._lasting])
-        ranks = [child for child in own.children() if child.pid not in engines.values() and "offbeat" in " ".join(child.cmdline())]
+        ranks = [child for child in own.children() if any("TrainWorker" in part for part in child.cmdline())]
         samples, publishes = seconds.get("sample", []), seconds.get("publish", [])
         asked = [self._asked[name] for name in engines]
         even = sum(asked) / len(asked)
