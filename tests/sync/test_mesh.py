@@ -2,6 +2,7 @@
 
 import queue
 import socket
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.distributed import get_process_group_ranks
 
 from offbeat.config.dist import DistConfig
 from offbeat.errors import ConfigError, DeadlineError, PortBusyError, StuckError, SyncTimeout
+from offbeat.model.context import exchanged
 from offbeat.pulse import progress, work
 from offbeat.sync.links import MeetingPlace
 from offbeat.sync.mesh import MeshShape, connect_store, host_store, join, leave
@@ -117,6 +119,29 @@ def test_experts_are_as_many_replicas_as_the_model_where_their_number_of_ranks_d
 def test_experts_are_dealt_to_ranks_with_rows_of_their_own_only(shape):
     with pytest.raises(ConfigError, match=r"train.parallel.ep must divide the . ranks with different rows, and train.parallel.cp be 1"):
         shape.check(shape.dp * shape.cp)
+
+
+def _wait_for_tokens(groups, port):
+    """Rank 1 sends its tokens to no expert; what rank 0, which waits for them, hears and when."""
+    leave()
+    config = DistConfig(init_timeout_s=60, collective_timeout_s=2)
+    place = MeetingPlace(connect_store("127.0.0.1", port, timeout_s=60))
+    there = join(rank=groups.rank, world=2, place=place, config=config, shape=MeshShape(2, ep=2))
+    start, error = time.monotonic(), ""
+    if there.rank == 0:
+        try:
+            exchanged(torch.ones(3, 4), there.expert_mesh["ep"].get_group(), sent=[1, 2], received=[1, 2])
+        except RuntimeError as exc:
+            error = str(exc)
+    there.sync.barrier("done")
+    return [error, time.monotonic() - start]
+
+
+@pytest.mark.drill
+def test_a_rank_that_waits_for_tokens_of_another_hears_of_its_deadline():
+    store = host_store(60)
+    (error, seconds), _ = run_ranks(_wait_for_tokens, world=2, argument=store.port)
+    assert "imed out" in error and 1.5 < seconds < 15
 
 
 def _find_peers(groups, _argument):
