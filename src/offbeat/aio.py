@@ -127,7 +127,7 @@ listener: ContextVar[Callable[[asyncio.AbstractEventLoop, End], None]] = Context
 
 
 def run_interruptible(main: Coroutine[Any, Any, T]) -> T:
-    """Like `asyncio.run`, but SIGINT, SIGTERM or events of `listener` let the coroutine clean up, and this raise KeyboardInterrupt."""
+    """Like `asyncio.run`, but SIGINT, SIGTERM or `listener` cancel the coroutine, so that it cleans up; then raises KeyboardInterrupt."""
 
     async def cancellable() -> T:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()

@@ -1,6 +1,6 @@
 """Watches a child process from outside, and decides when the parent gives up on a call because the child is stopped or makes no progress.
 
-A child that hangs in Python reports that itself (`offbeat.pulse`). One whose interpreter cannot run is detected here, by `offbeat.process`.
+A child that hangs in Python reports that itself (`offbeat.pulse`). One whose interpreter cannot run is detected here, for `process`.
 """
 
 import os

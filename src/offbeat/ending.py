@@ -1,7 +1,7 @@
 """Runs coroutines so that they end within a bound, although code of the user's own, which they call, does not.
 
 A task may swallow its cancellation (a bare `except:` in a retry loop), and a function on a thread may never return. Neither keeps a run
-from ending: tasks and threads that have not ended in time are named with their places, "a task at agent.py, line 12", and left behind.
+from ending: tasks and threads that have not ended in time are named with a place, as "a task at agent.py, line 12", and left behind.
 """
 
 import asyncio

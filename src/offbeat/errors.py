@@ -165,7 +165,7 @@ def of_disk(exc: BaseException) -> StorageError | None:
 
 
 def first_line(exc: BaseException) -> str:
-    """Return the first line of another library's error, since later ones are for its developers, or the error's class name."""
+    """Return the first line of another library's error, or its class name without text. Other lines are for that library's authors."""
     return (str(exc).strip().splitlines() or [type(exc).__name__])[0].rstrip(".")
 
 

@@ -67,7 +67,7 @@ class BridgePlayer:
         await self._end()
 
     async def play(self, task: AgentTask, off_the_clock: Waiting = on_the_clock, clock: EpisodeClock | None = None) -> Played:
-        """Let the bridge play an episode; raises CodeError of the environment, LostError or WorkerError if its process ended."""
+        """Play an episode; raises CodeError if the environment fails, LostError if the process ends, WorkerError if it does not restart."""
         async with self._places.taken(off_the_clock), clock or agent_clock(task.timeout_s):
             async with self._starting:
                 if self._process is None or self._process.returncode is not None or self._reading is None or self._reading.done():

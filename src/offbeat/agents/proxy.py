@@ -54,7 +54,7 @@ _REFUSALS = Refusals("the run", {
 
 @dataclass(frozen=True)
 class ProxyAddress:
-    """Where a proxy listens: `port` 0 is a free one. `told_host` is in its URL for agents that do not reach `host`, unless ""."""
+    """Where a proxy listens; `port` 0 takes a free one. Its URL has `told_host`, for agents that do not reach `host`, or `host` if ""."""
 
     host: str = LOOPBACK
     port: int = 0

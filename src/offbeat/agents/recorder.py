@@ -1,7 +1,7 @@
 """Records the prompts and answers of one episode, token by token, while a client sees only messages.
 
 `Recorder` keeps a tree of answers. A request is matched with the answers that it repeats, and the prompt continues their tokens as they
-were sampled; a request that continues no answer is rendered as a whole and begins a chain. Each answer is trained on in one trajectory.
+were sampled; a request that continues none is rendered as a whole and begins a chain. Exactly one trajectory trains on each answer.
 Called by `sessions`; no I/O. docs/recording.md describes the rules by which messages are recognised.
 """
 
@@ -163,7 +163,10 @@ class Recorder:
         return Continuation(request, opening, parent, num_known, history)
 
     def render(self, found: Continuation) -> Rendered:
-        """Render and tokenize a request, on any thread: it reads no state. Raises RefusedError or ModelError if the template fails."""
+        """Render and tokenize a request, on any thread, since it reads nothing that changes.
+
+        Raises RefusedError or ModelError if the chat template refuses the messages.
+        """
         request, parent = found.request, found.parent
         given = None if parent is None else self._continue(parent, request, found.num_known, found.opening)
         if given is None:

@@ -218,7 +218,10 @@ class SessionGroup:
         self._is_sealed = False
 
     def session(self, name: str) -> Session:
-        """Return the session of that name, perhaps a new one; raises SealedError after the group, RefusedError for no name, or too many."""
+        """Return the session of that name, a new one if it has none yet.
+
+        Raises SealedError if the group has ended, RefusedError if the name is not of 1 to 200 characters, or there are too many.
+        """
         if name not in self._named:
             if self._is_sealed:
                 raise SealedError("these episodes have ended, so their key records nothing any more; begin others")

@@ -3,7 +3,7 @@
 A centre (the baseline) and a scale turn rewards into one number per episode, or per turn (`outcome_advantages`); `rewards_to_go` spreads
 it, and rewards of single tokens, over the tokens before; `whitened_tokens` and `whitened_sequences` bring the result to mean 0 and
 deviation 1 over a whole batch. With a critic, `gae` compares rewards with its values instead. Statistics are over rows with a finite
-reward, and count an episode once, even if it has several rows, such as one for each agent or turn. Called by `experience`; presets choose.
+reward, and count an episode once, even if each of its agents or turns has a row. Called by `experience`; a preset is a choice of these.
 """
 
 import numpy as np
@@ -173,7 +173,7 @@ def _discounted(values: np.ndarray, *, offsets: np.ndarray, factors: np.ndarray)
 
 
 def _mean_and_std(values: np.ndarray, episodes: np.ndarray) -> tuple[float, float]:
-    """Return mean and deviation (over n - 1) of n episodes from values and their episodes, [N] each; 0 for n < 2 or equal values."""
+    """Return mean and deviation (over n - 1; 0 for n < 2 or equal values) of n episodes, from values and their episodes, [N] each."""
     _, episode, sizes = np.unique(episodes, return_inverse=True, return_counts=True)
     weights = 1 / sizes[episode]
     mean = float((weights * values).sum() / max(len(sizes), 1))

@@ -35,7 +35,7 @@ def with_values(batch: Batch, penalties: np.ndarray, *, values: np.ndarray, end_
 
     Advantages are generalised advantage estimates; returns are those of `critic_lambda` plus the values, before any whitening. With
     `config.turn_level` a turn is one step: it has the rewards that fall into it and the value of its first token, and its tokens share its
-    advantage and its return. Penalties, [M] float64 of single tokens, are then taken from the advantages of their own tokens alone.
+    advantage and return. Penalties, [M] float64 of single tokens, are then taken from their own tokens' advantages, and are in no return.
 
     Args:
         batch: its `advantages` are the rewards of single tokens: a turn's at its end, and the outcome at the end of the sequence.

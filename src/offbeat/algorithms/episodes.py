@@ -150,6 +150,6 @@ def turn_of_tokens(trajectory: Trajectory) -> np.ndarray:
 
 
 def last_tokens(trajectory: Trajectory) -> np.ndarray:
-    """Return the last generated token up to each turn's end, [C] int64, as a position among these; 0 for a turn before the first."""
+    """Return, [C] int64, the position among generated tokens of the last one up to each turn's end; 0 where there is none yet."""
     ends = np.array([turn.end for turn in trajectory.calls], np.int64)
     return np.maximum(np.searchsorted(np.flatnonzero(trajectory.loss_mask), ends, side="left") - 1, 0)

@@ -131,7 +131,7 @@ def first_of(loss: LossSpec) -> LossSpec:
 
 
 def client_loss(name: str, **constants: float) -> LossSpec:
-    """Return a loss with default constants except those given; raises DataError if clients cannot ask for it or for such constants."""
+    """Return a loss with default constants but those given; raises DataError if clients cannot ask for it, a constant or a value."""
     if name not in CLIENT_LOSSES:
         raise DataError(f"there is no loss {name[:80]!r}; use one of {', '.join(CLIENT_LOSSES)}")
     known = CLIENT_LOSSES[name]

@@ -25,7 +25,7 @@ from offbeat.user_code.functions import blaming, resolve
 class SampleGroups:
     """N samples of a training step; the samples of one prompt are a group, and stand next to each other.
 
-    A sample is a trajectory; an episode may have several, which share a reward. Those that cannot be trained on are left out.
+    A sample is a trajectory; an episode may have several, which share a reward. Unusable ones, as with a failed reward, are left out.
 
     Attributes:
         rewards: [N] float64, after bias, scale, clip and penalties; those of several names, and of turns, are added up.
@@ -67,7 +67,7 @@ OwnCredit = Callable[[SampleGroups, dict[str, Any]], Any]
 
 
 def sample_groups(episodes: Episodes, rewards: np.ndarray, *, lengths: np.ndarray) -> SampleGroups:
-    """Describe the usable trajectories of a batch: shaped rewards [U] float64 of parts, `lengths` [N] int64 as in `SampleGroups`."""
+    """Describe usable trajectories to a user's function: shaped rewards [U] float64 of parts, `lengths` [N] int64 of `SampleGroups`."""
     turns, versions = [], []
     for trajectory, length in zip(episodes.trajectories, lengths, strict=True):
         turns.append(turn_of_tokens(trajectory) if length else np.zeros(0, np.int64))
@@ -104,7 +104,10 @@ def own_advantages(name: str, groups: SampleGroups, constants: Mapping[str, Any]
 
 
 def check_credit(name: str, constants: Mapping[str, Any]) -> None:
-    """Call a credit function once with made-up samples; raises CodeError if it fails, imports torch, or gives no finite numbers [N]."""
+    """Call a credit function once with made-up samples.
+
+    Raises CodeError if it cannot be loaded, imports torch, raises an exception, or does not return finite numbers [N].
+    """
     had_torch = "torch" in sys.modules
     try:
         own_advantages(name, _example(), constants)

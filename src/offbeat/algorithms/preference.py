@@ -58,7 +58,7 @@ def pair_batch(pairs: Sequence[EncodedPair], loss: LossSpec, *, ref_logprobs: np
 
 
 def answer_batch(sequences: Sequence[Encoded], loss: LossSpec, *, shared: SharedPrompts | None = None) -> Batch:
-    """Make a batch that is only scored: targets are the tokens in the masks of N sequences, [L] each; `shared` are prompts, or None."""
+    """Make a batch that is only scored: targets are the tokens in N sequences' masks, [L] each; `shared` are prompts that they share."""
     tokens = np.concatenate([np.zeros(0, np.int32), *(tokens for tokens, _ in sequences)], dtype=np.int32)
     trained = np.concatenate([np.zeros(0, np.bool_), *(mask for _, mask in sequences)], dtype=np.bool_)
     return Batch.of_next_tokens(

@@ -20,7 +20,7 @@ def choose_tokens(loss: LossSpec, batch: Batch, *, prox_logprobs: np.ndarray, se
 
         m2_mask      With x = lp - rollout_logprobs, a target is harmful if an update would move it further from the policy that sampled:
                      A > 0 and x > 0, or A < 0 and x < 0. Those with the largest x^2 are dropped, equal ones together, until the mean x^2 of
-                     the harmful ones that remain is at most `high`. A rollout log-probability that is not finite counts as ratio exp(20).
+                     the harmful ones that remain is at most `high`. `rollout_logprobs` that are not finite count as a ratio of exp(20).
         detach_mask  Clip-Cov: with cov = (A - mean A)(lp - mean lp), max(1, floor(share n)) targets are dropped at random, or all, of those
                      with low < cov < high that ppo does not clip already.
         kl_cov_mask  KL-Cov: the max(1, floor(share n)) targets of the largest cov are chosen, the first of equal ones.

@@ -53,7 +53,7 @@ def overlong_penalties(lengths: np.ndarray, *, max_new_tokens: int, buffer_share
 def length_penalties(rewards: np.ndarray, *, group_ids: np.ndarray, num_generated: np.ndarray) -> np.ndarray:
     """Return [N] float64, the group's mean reward times the trajectory's share of the group's longest answer, as in prime-rl.
 
-    In a group with a mean reward of 0.5, for example, answers of 10 and 20 tokens give [0.25, 0.5]. Means leave out rewards [N] not finite.
+    For a mean reward of 0.5, answers of 10 and 20 tokens give [0.25, 0.5]. Rewards [N] that are not finite count in no mean.
     """
     _, group = np.unique(group_ids, return_inverse=True)
     num_groups, finite = int(group.max(initial=-1)) + 1, np.isfinite(rewards)

@@ -224,7 +224,7 @@ def token_logprobs(sample: ChatSample, tokenizer: Tokenizer) -> tuple[TokenLogpr
 
 
 def _cut(text: str, stops: tuple[str, ...], end: str, *, after: int) -> tuple[str, str]:
-    """Cut a text before the first stop string that ends behind `after` characters, or behind its call's `end`; returns that string, too."""
+    """Cut a text before the first stop string that ends past `after` characters, or behind its call's `end`; return text and string."""
     found = [(at, mark) for mark in (*stops, end) if mark and (at := text.find(mark, max(after - len(mark) + 1, 0))) >= 0]
     at, mark = min(found, default=(len(text), ""))
     return (text[: at + len(mark)], "") if mark == end else (text[:at], mark)

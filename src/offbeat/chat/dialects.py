@@ -173,7 +173,7 @@ def read_body(kind: type[T], data: bytes) -> T:
 
 
 def read_fields(kind: type[T], data: bytes, *, api: Api, surface: Surface) -> T:
-    """Decode a body of an API, whose fields must be honoured or null as if left out; raises as `read_body` and `fields.check_fields`."""
+    """Decode a body; null fields count as left out, and others must be honoured. Raises as `read_body` and `fields.check_fields`."""
     body = read_body(dict[str, Any], data)
     check_fields(api, surface, body)
     try:
@@ -297,7 +297,7 @@ def model_entry(name: str, created: float) -> dict[str, Any]:
 
 
 def list_models(created: Mapping[str, float], more: Mapping[str, Mapping[str, Any]] | None = None) -> bytes:
-    """Write the answer of /v1/models: by the models' names, when each was made, in seconds since the epoch, and `more` keys."""
+    """Write the answer of /v1/models: for each name, when the model was made, in seconds since the epoch, and `more` keys of it."""
     names = list(created)
     models = [{**model_entry(name, since), **(more or {}).get(name, {})} for name, since in created.items()]
     return msgspec.json.encode({

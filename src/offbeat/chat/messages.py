@@ -14,7 +14,7 @@ SaidKind = Literal["reasoning", "content"]
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool by the model; `id` connects it with its result. `arguments` is JSON as the model wrote it: '{"city": "Oslo"}'."""
+    """A call of a tool by the model; `id` connects it with its result. `arguments`, as the model wrote it, is like '{"city": "Oslo"}'."""
 
     id: str
     name: str
@@ -45,7 +45,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool that the model may call; `parameters` is a JSON schema of an object, to which a forced call that is `strict` keeps."""
+    """A tool that the model may call. `parameters` is a JSON schema of an object; if `strict`, a forced call's arguments must fit it."""
 
     name: str
     description: str = ""

@@ -17,7 +17,7 @@ _LEAST_BYTES = 1 << 16
 
 
 def check_chat_size(request: ChatRequest, tokenizer: Tokenizer, *, context: int) -> None:
-    """Raise RefusedError for a chat of more bytes than `context` tokens can stand for, or of more images than the reader takes."""
+    """Raise RefusedError, with the limit, for a chat of more bytes than `context` tokens can be, or more images than the reader takes."""
     count = sum(len(message.images) for message in request.messages)
     if tokenizer.images is not None and count > tokenizer.images.limits.max_images:
         raise RefusedError(f"the chat has {count} images, allowed are {tokenizer.images.limits.told('max_images')}")

@@ -1,7 +1,7 @@
 """The contents of a checkpoint: size and checksum of every file, recorded in the marker that makes it complete. Torch-free.
 
 The marker is one JSON object: the controller's state, `format`, `step`, `files`, and a `checksum` of all of it. `recover` checks for damage
-at two depths: `look` reads the marker and compares sizes, `read_through` reads every byte: against disks and slips, not attackers.
+at two depths: `look` reads the marker and compares sizes, `read_through` reads every byte. They find accidents, not attacks.
 """
 
 import hashlib
@@ -100,7 +100,7 @@ def read_through(folder: Path) -> str:
 
 
 def file_digests(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file of a complete checkpoint, by name such as "ranks/__0_0.distcp"; empty for old checkpoints."""
+    """Return the SHA-256 of a complete checkpoint's files as written, by name as "ranks/__0_0.distcp"; empty if older than checksums."""
     return {name: about["sha256"] for name, about in _read_marker(folder).get("files", {}).items()}
 
 

@@ -31,7 +31,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Damage:
-    """A checkpoint that cannot be used: `reason` tells the file. One never `finished`, an interrupted save, is not worth keeping."""
+    """A checkpoint that cannot be used; `reason` names a changed file. An interrupted save, never `finished`, is not worth keeping."""
 
     step: int
     folder: Path

@@ -257,7 +257,7 @@ def _given_twice(alias: str, name: str) -> str:
 
 
 def _inherited(section: Section) -> dict[str, Any]:
-    """Return a nested default's differences from its class's: a table with one key keeps the others, as sft.optimizer.warmup_steps."""
+    """Return where nested defaults, as sft.optimizer.warmup_steps, differ from their class's, so that a table of other keys keeps them."""
     values: dict[str, Any] = {}
     for name, info in type(section).model_fields.items():
         default = getattr(section, name)
@@ -312,7 +312,7 @@ def _explain(error: Any) -> str:
 def near_settings(name: str) -> list[str]:
     """Return the settings that a name without its section may mean; empty if none is near.
 
-    They are the counterpart of an argument of TRL, and settings whose last part, or counterpart, is this or spelt nearly so.
+    A misspelt name is first replaced by the nearest. They are then the counterpart of TRL's argument, and settings with this last part.
     """
     known = [key for key, _ in settings()]
     name = name.replace("-", "_")

@@ -192,7 +192,7 @@ class RunCheckpoints:
                 await asyncio.wrap_future(self._parts.journal.synced())
 
     async def amend(self, *, version: Version, highlights: Highlights) -> None:
-        """Note in the newest checkpoint that its step is evaluated, see `save`; it stays as it was if a full disk raises StorageError."""
+        """Note the evaluation of its step in the newest checkpoint, with highlights; see `save`. StorageError leaves it as it was."""
         assert self._newest is not None, "there is a checkpoint to amend"
         saved = self._newest = replace(self._newest, version=version, highlights=highlights, unevaluated=None)
 

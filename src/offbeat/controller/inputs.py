@@ -117,7 +117,7 @@ def read_inputs(config: Config, *, trains: bool = True, supervised: bool = False
         ModelError: the folder holds no model or tokenizer, the tokenizer has no template for a chat, or there is no reward model that
             `rollout.reward` names.
         DataError: the data cannot be used, or a row is too long for the model.
-        ConfigError: lengths contradict each other, a configured end of samples is impossible, or system prompt or teacher do not fit.
+        ConfigError: lengths contradict each other, an end of samples is impossible, a system prompt is unseen, or the teacher does not fit.
     """
     base = read_base(config)
     context = min(base.context, config.inference.max_context or base.context)

@@ -60,7 +60,10 @@ class ReferenceFile:
     resumes: bool
 
     def read_reference(self, *, num_rows: int) -> Reference | None:
-        """Return the file's reference; None if it is to be computed. Raises ConfigError if a resumed run's is of other data, or damaged."""
+        """Return the reference in the file; None if it has to be computed.
+
+        Raises ConfigError if the run resumes, and the file is of other data or cannot be read.
+        """
         if not self.path.exists():
             return None
         try:

@@ -111,7 +111,10 @@ class Replay:
         self._canary = choose_canary(parts.inputs, config)
 
     async def run(self, beginning: Beginning, steps: Sequence[PastStep], files: RecordedFiles) -> AsyncIterator[ReplayedStep]:
-        """Train these consecutive steps, and yield each; raises WorkerError of a rank, StorageError or DataError of a changed journal."""
+        """Train these consecutive steps, and yield each.
+
+        Raises WorkerError if a rank failed, StorageError if the journal cannot be read, DataError if it has changed meanwhile.
+        """
         before = await self._begin(beginning)
         if self._live is not None and steps:
             await self._live.take_version(wire.decode_json(SavedState, steps[0].state).version - 1, step=steps[0].global_step)

@@ -118,7 +118,7 @@ class RolloutIndex:
             self._temporary.cleanup()
 
     def update(self, *, stop: threading.Event | None = None, most_files: int | None = None) -> IndexProgress:
-        """Add new or changed files, newest steps first, and drop those that are gone; ends on `stop`, or after `most_files` of them."""
+        """Add new or changed files, newest steps first, and drop those gone; `stop` ends it after a file, `most_files` after so many."""
         with self._updating, self._connection() as db:
             known = {(step, bool(rejected)): (number, size, mtime) for number, step, rejected, size, mtime in db.execute(
                 "SELECT id, step, rejected, size, mtime_ns FROM files")}

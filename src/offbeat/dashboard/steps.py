@@ -23,7 +23,8 @@ def step_facts(run: RunFiles, folder: Path, *, step: int | None, first: int, mos
         first, most: the groups to return: so many, from this one on.
 
     Returns:
-        `steps` in order, the `step`, its `metrics` (name, value, value before), `groups` with samples, `num_groups`, if they were `kept`.
+        `steps` in order, the `step`, its `metrics` (name, value, value before), `groups` with samples, `num_groups`, and `kept`, which is
+        false if the step has no file of rollouts.
 
     Raises:
         DataError: the run has no such step, or its rollouts cannot be read.

@@ -59,7 +59,8 @@ class FilterSpec:
                    batch's targets is dropped; see `algorithms.selection`
 
     Attributes:
-        level: whether each target has its own value, or all of a sequence have their `aggregate`. opsm, m2 and clip_cov have others.
+        level: whether each target has its own value, or a sequence's all have their `aggregate`. opsm, m2 and clip_cov have levels of
+            their own.
         share: of clip_cov.
     """
 
@@ -92,6 +93,7 @@ class LossSpec:
         reads: inputs of an objective of the user's own besides ratio and advantages: "ref_logprobs", "entropy".
         constants: constants of the objective, such as {"clip_low": 0.8, "clip_high": 1.2}.
         anchor: the policy to which the objective's ratio compares the current one: "prox" at the start of the step, "rollout" that sampled.
+        weight: factor of the objective for each target; None is 1.
         filters: all of them must keep a target.
         own_samples: whether the targets are loss tokens that this run's engines sampled, at their temperature, with a policy of its own;
             False for targets of clients, whose log-probabilities are at temperature 1.
@@ -312,7 +314,7 @@ class Batch:
     def concatenate(cls, parts: Sequence["Batch"]) -> "Batch":
         """Concatenate one or more batches; equal losses and adapters are merged, and group ids are made distinct between parts.
 
-        A column that a part lacks, because its losses do not read it, is 0 there. The denominator is the first part's.
+        A column that a part lacks because its losses do not read it, also of sequences, is 0 there. The denominator is the first part's.
         """
         losses, loss_ids = _merged([part.losses for part in parts], [part.ids("loss_ids") for part in parts])
         adapters, adapter_ids = _merged([part.adapters for part in parts], [part.ids("adapter_ids") for part in parts])

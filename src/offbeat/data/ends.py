@@ -24,7 +24,7 @@ class Ends:
 
 
 def split_stops(stop: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Split `stop` into strings and ids of special tokens, which text lacks: ["END", "<|im_end|>"] gives ("END",) and the second's id."""
+    """Split `stop` into strings and ids of special tokens, not in decoded text: ["END", "<|im_end|>"] gives ("END",) and the other's id."""
     special = {text: tokenizer.special_tokens.get(text) for text in stop}
     return (
         tuple(text for text, token in special.items() if token is None), tuple(token for token in special.values() if token is not None))

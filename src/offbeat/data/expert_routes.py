@@ -91,7 +91,7 @@ def pack_routes(routes: np.ndarray) -> bytes:
 
 
 def unpack_routes(packed: bytes) -> np.ndarray:
-    """Return the routes [L, K] of bytes from `pack_routes`, or of vLLM's array [L, layers, k] as a numpy file, or raise DataError."""
+    """Return the routes [L, K] of bytes from `pack_routes`, or of vLLM's [L, layers, k] as a numpy file; raises DataError for others."""
     if packed.startswith(_NPY):
         return _read_npy(packed)
     try:

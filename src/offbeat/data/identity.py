@@ -1,4 +1,4 @@
-"""The identity of a run: settings, and digests of data, model, tokenizer and own code. Checkpoints store it, and resuming compares it.
+"""The identity of a run: settings, and digests of data, model, tokenizer and user code. Checkpoints store it; resuming compares it.
 
 The digests are BLAKE2b and detect accidental changes, not attacks. A model's weights are only sampled, since training changes all of them.
 """

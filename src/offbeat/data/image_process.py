@@ -25,7 +25,7 @@ _PICTURE_SIDE = 256
 
 @dataclass(frozen=True)
 class Made:
-    """An image as a processor makes it: `tokens` stand in a prompt, with placeholders; `arrays` are the tower's inputs by name."""
+    """An image as a processor makes it: `tokens` for a prompt, image tokens as placeholders; `arrays`, the tower's inputs by name."""
 
     tokens: list[int]
     arrays: dict[str, Any]

@@ -17,7 +17,7 @@ _YOUNG_S = 3600.0
 
 @dataclass(frozen=True)
 class Pruned:
-    """What was removed, of `runs` that are gone, in order, and what is left; `num_unknown` of these images no run has noted."""
+    """What was removed and what is left. `runs` names the runs that are gone, in order; no run has noted `num_unknown` kept images."""
 
     runs: tuple[str, ...]
     num_removed: int

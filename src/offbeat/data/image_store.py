@@ -243,7 +243,7 @@ def images_folder(run_dir: Path) -> Path:
 
 
 def link_images(folder: Path, *, into: Path) -> None:
-    """Make a folder with links to another's images, so that a store in it writes none of them; raises StorageError if it cannot."""
+    """Make a folder of links to another's images, so that a store in it has them and writes none; raises StorageError if that fails."""
     try:
         into.mkdir(parents=True, exist_ok=True)
         for entry in os.scandir(folder) if folder.is_dir() else ():

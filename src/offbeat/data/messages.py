@@ -48,7 +48,7 @@ def parse_messages(value: Any, name: str, where: str, *, images: list[ImageSourc
 
 
 def chat_in(text: str, name: str, where: str) -> list[Any] | None:
-    """Return the chat of a JSON text, or None; raises DataError for a chat as Python prints it, such as "[{'role': ..."."""
+    """Return the chat of a JSON text, None for other text; raises DataError for a chat as Python prints it, such as "[{'role': ..."."""
     if _PYTHON.match(text):
         raise DataError(
             f"{where}: field {name!r} holds a chat as Python prints it, which is not JSON: {text[:60]!r}; write it with json.dumps, or the"

@@ -183,7 +183,7 @@ class PairEncoder:
         return pair if self.fits(pair, needed, "all of its answers", name=name) else None
 
     def fits(self, pair: EncodedPair, needed: int, answers: str, *, name: str) -> bool:
-        """Whether the context holds each answer, and a pass the `needed` tokens; else the pair is dropped, or refused with a DataError."""
+        """Whether the context holds each answer, and a pass the `needed` tokens; False drops the pair. Raises DataError to refuse it."""
         longest = max(len(tokens) for tokens, _ in pair.sequences)
         if longest <= self.context and needed <= self.max_row_tokens:
             return True

@@ -1,7 +1,7 @@
 """Reward models without torch: their folders, and the text that they read. Called to train them, and to score rollouts with them.
 
 Any Hugging Face folder for sequence classification with one label is a reward model: its label is the reward of the text. The text is the
-prompt and the answer, rendered by the chat template of its tokenizer, or else the prompt, the answer and the end token.
+prompt and the answer, rendered by its tokenizer's chat template; without one, it is the prompt, the answer and the end token.
 """
 
 import copy

@@ -32,7 +32,7 @@ _MOST_ADDED = 4
 
 @dataclass(frozen=True)
 class Supervision:
-    """Makes sequences of rows within the model's `context`, and `max_row_tokens` of a forward pass, for all tokens but the last."""
+    """Makes sequences of rows, of at most `context` tokens; all but the last go through a forward pass, at most `max_row_tokens`."""
 
     tokenizer: Tokenizer
     data: DataConfig

@@ -60,7 +60,7 @@ class BuiltInTask:
 
 
 def find_task(config: DataConfig) -> Task:
-    """Return the task that [data] names; raises DataError if reasoning-gym lacks it or its options, MissingExtraError without an extra."""
+    """Return the task that [data] names; raises DataError for an unknown task or option, MissingExtraError if it needs an extra."""
     if config.task.startswith(PREFIX):
         return open_reasoning(config.task, config.task_options)
     if config.task_options:

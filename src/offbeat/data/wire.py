@@ -87,7 +87,7 @@ def encode_json(value: Any) -> bytes:
 
 
 def decode_json(kind: type[T], data: bytes | str) -> T:
-    """Decode bytes from `encode_json`; the dataclass's `__post_init__` sets dtypes. Raises DataError if the text describes no `kind`."""
+    """Decode bytes from `encode_json`, which lack dtypes: `__post_init__` sets them. Raises DataError if the text describes no `kind`."""
     try:
         return msgspec.json.decode(data, type=kind, dec_hook=lambda _, v: np.asarray(v))
     except (msgspec.DecodeError, ValueError) as exc:

@@ -70,7 +70,7 @@ class EngineAdapters:
         return tuple(self.folders)
 
     def has(self, name: str, folder: str) -> bool:
-        """Whether the adapter is held; one that was being unloaded stays. Raises RefusedError for a bad name, or another folder's."""
+        """Whether the adapter is held; one being unloaded stays. Raises RefusedError for a bad name, or one of another folder."""
         if not 0 < len(name) <= MAX_NAME:
             raise RefusedError(f"an adapter's name has 1 to {MAX_NAME} characters, got {name[:MAX_NAME]!r}")
         held = self._held.get(name)
@@ -106,7 +106,7 @@ class EngineAdapters:
         return adapter
 
     def add(self, name: str, folder: str, adapter: Adapter) -> None:
-        """Hold an adapter that `read` returned; raises RefusedError as `has`, BusyError if requests use all others."""
+        """Hold an adapter that `read` returned; raises RefusedError as `has`, BusyError if requests use all that are held."""
         if self.has(name, folder):
             return
         if len(self._held) >= self._max_adapters:

@@ -238,7 +238,7 @@ def array_bytes(values: Sequence[float], dtype: type) -> bytes:
 
 
 def told_ids(output: Output, body: GenerateBody) -> list[int]:
-    """Return the tokens whose text belongs to the answer, without a stop token that the body does not keep: [5, 8] of [5, 8, 2] for 2."""
+    """Return the tokens of the answer's text, without a stop token that the body does not keep: [5, 8] of [5, 8, 2], where 2 is one."""
     if body.include_stop_str_in_output:
         return output.token_ids
     stopped = output.finish_reason == "stop" and output.token_ids[-1] in (body.stop_token_ids or ())

@@ -129,7 +129,7 @@ def complete_requests(
     """Return all samples of each request, in order, with the tokens that their client lacks; not requests of which a sample is missing.
 
     Args:
-        have: how many tokens of each sample the client has, by request, such as {"r1": [0, 3]}, which may leave samples out.
+        have: tokens of each sample that the client has, by request, such as {"r1": [0, 3]}. A request may have more samples than those.
         running: what the running samples have beyond that; see `Rows.running`.
         ended: whole samples that have ended.
     """

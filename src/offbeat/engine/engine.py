@@ -369,7 +369,8 @@ class EmbeddedEngine:
         """Serve a staged version; switching to the live one again changes nothing, unless other weights were staged under its number.
 
         Samples in flight continue under the new weights with their cache recomputed ("recompute") or as it is ("keep"), or finish first
-        under the old weights while no new ones start ("drain"). Returns a future of the duration in seconds; of "drain" after later steps.
+        under the old weights while no new ones start ("drain"). Returns a future of the duration in seconds, which with "drain" completes
+        after later steps.
 
         Raises:
             RefusedError: the version is not staged.
@@ -410,7 +411,7 @@ class EmbeddedEngine:
         pending.done.set_result(self.switch_s)
 
     def fingerprinter(self) -> tuple[Version, Callable[[], str]]:
-        """Return the live version and a function that computes its fingerprint on any thread; raises EngineError if the engine sleeps."""
+        """Return the live version and a function for its weights' fingerprint, on any thread; raises EngineError if the engine sleeps."""
         if self.asleep:
             raise EngineError("it sleeps, and its memory is free for others; wake it, or switch to a version")
         return self.version, self._forward.fingerprinter()

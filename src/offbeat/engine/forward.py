@@ -46,7 +46,8 @@ class Forward(Protocol):
         row_multiple: the rows of a product are filled up to a multiple of this; above 1, a token's numbers do not depend on the batch.
         reads_images: whether tokens may be placeholders of stored images (`data.image_store`).
         sees_whole: whether an image's placeholders attend to later ones of it, so that a prefill must not end between them.
-        lora_groups: the linear layers that can take adapters. `lora` has an adapter for each row of a batch, in a prefill each token.
+        lora_groups: the linear layers that can take adapters. `lora`, where given, has an adapter for each row of a batch; in a prefill
+            each token is a row.
     """
 
     device: torch.device
@@ -172,7 +173,7 @@ def check_forward(forward: Forward, reference: Tensor | None = None) -> None:
 def check_quantised(forward: Forward, reference: Tensor) -> None:
     """Prove that the quantised form of a model is still that model, and that decoding from the cache agrees with a full forward pass.
 
-    Raises ModelError if they differ by more than `QUANTISED_TOLERANCE` from transformers' `reference` [L, V] after `ordinary_tokens`.
+    Raises ModelError above a difference of `QUANTISED_TOLERANCE` from `reference` [L, V], transformers' logits after `ordinary_tokens`.
     """
     tokens = ordinary_tokens(forward.vocab_size)
     own = reference[_CHECK_PROMPT - 1 :].float().log_softmax(-1)

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineLoop:
-    """An engine on its thread; `error` is why it ended, `num_rounds` how many rounds of waiting commands and a step have begun."""
+    """An engine on its thread. `error` is why it ended, None before; `num_rounds` counts rounds, of waiting commands and a step, begun."""
 
     def __init__(self, engine: EmbeddedEngine, *, deliver: Callable[[list[Event]], None]) -> None:
         self.engine = engine

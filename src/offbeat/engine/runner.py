@@ -118,7 +118,7 @@ class Runner:
 
     @torch.inference_mode()
     def routes_of(self, row: int) -> np.ndarray | None:
-        """Return the routes of a row's tokens but the last, [L - 1, num_routes], as of its last token's sampling; None if not requested."""
+        """Return the routes of a row's tokens but the last, [L - 1, num_routes], each as when the next was sampled; None if unwanted."""
         sample = self._rows.samples[row]
         if not sample.request.params.routes:
             return None

@@ -104,7 +104,7 @@ class ShapedSample:
 
 
 class ShapedRows:
-    """The shaped samples of a batch, in `row_numbers` [S] int64, ascending, of its rows; `rows` are the same on the device."""
+    """The shaped samples of a batch; `row_numbers` [S] int64, ascending, are their rows in it, and `rows` the same on the device."""
 
     def __init__(self, rows: Sequence[int], samples: Sequence[ShapedSample], *, device: torch.device) -> None:
         """`rows` [S] ascending are the rows of `samples` in the batch."""

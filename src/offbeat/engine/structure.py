@@ -101,7 +101,10 @@ class Grammars:
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> Any:
-    """Return llguidance's form of a tokenizer with both end tokens; raises RefusedError if its bytes are unknown, or MissingExtraError."""
+    """Return llguidance's form of a tokenizer, with both of its end tokens.
+
+    Raises RefusedError if the bytes of its tokens cannot be known, MissingExtraError if llguidance is not installed.
+    """
     require("train", ("llguidance",), wanted_by="a structured output")
     import llguidance  # noqa: PLC0415 (only structured outputs need it)
     import llguidance.hf  # noqa: PLC0415

@@ -46,7 +46,7 @@ class ModelResult:
 
 
 def write(results: Sequence[ModelResult], path: Path) -> Path:
-    """Write the models' scores as JSON, and their answers beside it as JSON lines, whose file is returned, or raise StorageError."""
+    """Write scores as JSON, and answers beside it as JSON lines; returns the file of answers. Raises StorageError if it cannot write."""
     samples = samples_beside(path)
     write_lines(samples, (
         line for result in results for played in result.played.values() for line in encode_lines(played, model=result.model)))

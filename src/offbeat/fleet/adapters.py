@@ -93,7 +93,7 @@ class AdapterCache:
         """Add a version that is about to be published; see `Catalog.add`.
 
         Raises:
-            PublishError: the name stands for another version, or did and is still in use; or the adapter has a version as new.
+            PublishError: the name stands for another version, or did and is still in use; or the adapter has one at least as new.
         """
         self._check_unused(manifest.name)
         self.catalog.add(manifest, pinned=pinned)
@@ -170,14 +170,14 @@ class AdapterCache:
 
     @contextmanager
     def wanted(self, adapter: str) -> Iterator[Manifest]:
-        """Yield an adapter's version, current or of "coder@7", whose folder stays meanwhile; raises RefusedError if there is none."""
+        """Yield an adapter's current version, or the one of "coder@7"; its folder stays meanwhile. RefusedError if there is none."""
         manifest = self.catalog.find(adapter)
         with counted(self._requests, manifest.name):
             yield manifest
 
     @asynccontextmanager
     async def holding(self, engine: EngineControl, manifest: Manifest) -> AsyncIterator[None]:
-        """Make an engine hold an adapter while the body runs, loaded and proven; raises EngineError if that took too long."""
+        """Hold an adapter on an engine during the body, loading and proving it if needed; raises EngineError if that takes too long."""
         slots, name, start = self.slots[engine.name], manifest.name, time.monotonic()
         if name not in slots.held:
             try:

@@ -90,7 +90,7 @@ class Catalog:
         self._published = {name: manifest for name, manifest in self._published.items() if manifest.adapter != adapter}
 
     def pin(self, manifest: Manifest) -> None:
-        """Add a version until it is unpinned; again changes nothing. Raises PublishError if the name stands for another folder."""
+        """Add a version that stays until unpinned; repeating it is harmless. Raises PublishError if the name stands for another folder."""
         known = self.get(manifest.name)
         if known is not None and (known.folder, known.fingerprint) != (manifest.folder, manifest.fingerprint):
             raise PublishError(f"{manifest.name} is {known.folder} and cannot become {manifest.folder}; a version is immutable")

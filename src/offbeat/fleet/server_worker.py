@@ -1,6 +1,6 @@
 """The process that owns one engine of another make: it starts the server, waits until it is ready, and ends together with it.
 
-The server runs in a process group of its own, with everything that it spawns. When this process is gone, a `ServerReaper` kills that group.
+The server runs in a process group of its own, with all that it spawns. When this process is gone for any reason, a `ServerReaper` kills it.
 """
 
 import os

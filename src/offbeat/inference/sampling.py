@@ -79,8 +79,8 @@ class Sample:
             tokens; () if not requested.
         num_cached_tokens: number of the prompt's tokens that the engine did not compute, because an earlier prompt began with them; 0
             where it does not tell.
-        routes: the experts of the prompt's tokens and the sample's, but its last, [P + L - 1, K], if requested; see `data.expert_routes`.
-        supports: the tokens among which each of the sample's was drawn, if requested; see `data.sample_supports`. None if all are whole.
+        routes: experts of the prompt's and the sample's tokens but the last, [P + L - 1, K]; see `data.expert_routes`. None if not wanted.
+        supports: the tokens among which each of the sample's was drawn; see `data.sample_supports`. None if all are whole or not wanted.
 
     The arrays may be given as any sequences of numbers, and are read-only. `token_ids`, `logprobs` and `versions` are the same as tuples.
     """
@@ -144,7 +144,7 @@ class ScoreRequest:
     Attributes:
         tokens: [L] token ids, L >= 2.
         top_k: number of most likely tokens to report at each position.
-        targets: [L], token ids at each position, such as ((), (5, 6), (7,)), whose log-probabilities after those before are reported.
+        targets: [L], token ids to score at each position, after the preceding tokens, such as ((), (5, 6), (7,)).
         draws: number and temperature of the tokens to draw at each position; they are reported with their log-probabilities.
     """
 

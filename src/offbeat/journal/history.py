@@ -45,7 +45,7 @@ class PastStep:
 
 @dataclass
 class JournalHistory:
-    """A journal's steps by number, ascending and perhaps with gaps, and a sentence on each place where records are damaged."""
+    """A journal's `steps` by number, ascending, perhaps with gaps; `cuts` has a sentence on each place where records are damaged."""
 
     steps: dict[int, PastStep] = field(default_factory=dict)
     cuts: list[str] = field(default_factory=list)
@@ -85,7 +85,7 @@ class JournalHistory:
 
 
 def read_history(folder: Path) -> JournalHistory:
-    """Read a journal such as `runs/NAME/journal`, empty if missing; raises ConfigError for one of a newer Offbeat, or StorageError."""
+    """Read a journal such as `runs/NAME/journal`, empty if missing; ConfigError for one of a newer Offbeat, StorageError if unreadable."""
     history = JournalHistory()
     for segments in _lives(find(folder)):
         reader = Reader(segments)

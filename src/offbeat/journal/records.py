@@ -53,7 +53,7 @@ class JournalBegun:
 
 @dataclass(frozen=True)
 class PromptDrawn:
-    """A prompt was drawn, with its stream since at `epoch` and `position`, and its group admitted under the `version` served."""
+    """A prompt was drawn and its group admitted under the served `version`; the stream of prompts is now at `epoch` and `position`."""
 
     prompt_id: str
     version: Version

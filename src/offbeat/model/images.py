@@ -72,7 +72,7 @@ class ModelImages:
 
     Attributes:
         num_encoded: number of images that its tower has encoded so far.
-        touches_all: whether each training row gives every trained weight a gradient, if only of zeros, which ranks that share them need.
+        touches_all: whether each training row gives every trained weight a gradient, if only of zeros; ranks that share gradients need it.
     """
 
     store: ImageStore

@@ -69,7 +69,7 @@ def load_causal_lm(
 
 
 def context_length(config: Any) -> int:
-    """Return the longest sequence in tokens that a model's configuration allows and that others do not change; see `rope_limit`.
+    """Return the longest sequence in tokens that a model's configuration allows, whatever else the batch holds; see `rope_limit`.
 
     Raises:
         ModelError: the configuration states none.

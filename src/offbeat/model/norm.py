@@ -36,7 +36,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def use_fast_norms(model: nn.Module) -> int:
-    """Replace the forward of every RMSNorm whose own result agrees to 1e-6; returns how many. The weights need not be there yet."""
+    """Replace the forward of each RMSNorm whose own result agrees with ours to 1e-6; returns how many. Weights may come later."""
     replaced = 0
     of_layers = {module for layer in decoder_layers(model) for module in layer.modules()} if isinstance(model, PreTrainedModel) else {model}
     for module in model.modules():

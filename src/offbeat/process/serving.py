@@ -186,7 +186,7 @@ class _Server:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have Linux kill this process when the parent dies, even in native code with the interpreter lock; elsewhere the lifeline does."""
+    """Have Linux kill this process when the parent dies, even in native code that holds the GIL; elsewhere the lifeline does."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -1,7 +1,7 @@
 """Spreads each training step's batch over the ranks, and learns from their times to spread the next one better.
 
 Used wherever a whole batch is available: by `WorkerRanks` in the controller, by rank 0 in SPMD mode. Torch-free, without I/O: the caller
-hands out the shards and returns the times. The spreading of a batch cannot change its loss: every denominator is in the loss weights.
+hands out the shards and returns the times. Spreading changes no loss or gradient, because every denominator is in the loss weights.
 """
 
 import threading
@@ -34,7 +34,7 @@ class Sharder:
     """
 
     def __init__(self, config: RankConfig, *, num_ranks: int, prior: CostModel) -> None:
-        """`prior` is the cost model until times are known. Ranks that compute the same rows, such as 0 and 1 with tp = 2, get one share."""
+        """`prior` is the cost model until times are known. Ranks of the same rows, such as 0 and 1 with tp = 2, get the same share."""
         self._train = config.train
         self._balance = config.rollout.balance_batch
         self._ranks_per_share = config.train.parallel.ranks_per_share

@@ -87,7 +87,7 @@ def requests_off(clock: EpisodeClock, episode: Episode) -> Episode:
 
 
 class AgentClock(EpisodeClock):
-    """Limits an agent's own work, and its episode with requests to engines; raises DeadlineError with the name of the setting."""
+    """Limits an agent's own work, and its whole episode with requests to engines; past either, a DeadlineError names the setting."""
 
     def __init__(self, timeout_s: float, episode: Episode) -> None:
         """`timeout_s` is `agent.timeout_s`; the episode has the deadline of its group."""

@@ -37,7 +37,8 @@ class Episode:
             (`NamedReward`); where scoring failed, a NaN with the reason (`FailedReward`), which makes a trajectory that is not trained on.
         tokenizer: encodes further turns.
         context: largest number of tokens of a prompt and its `max_new_tokens` together; `generate` refuses more.
-        off_the_clock: waits for something that is no part of playing, such as a place to play in, outside of the group's deadline.
+        off_the_clock: waits for something that is no part of playing, such as a place to play in; it does not count towards the group's
+            deadline.
         measured: takes numbers by name that were measured of one sample beside its reward; their means over a step are metrics.
         timeout_s: seconds for the group, `rollout.episode_timeout_s`.
         engines: the clock on which they stand still while engines sleep.

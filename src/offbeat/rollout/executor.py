@@ -261,7 +261,7 @@ class RolloutExecutor:
             self._changed.set()
 
     def _notice_crash(self, task: asyncio.Task[None]) -> None:
-        """Let the next batch raise an exception that is no failed episode but a defect, or a prompt that cannot be drawn."""
+        """Let the next batch raise an unexpected exception: not a failed episode, but a defect, or a prompt that cannot be drawn."""
         if not task.cancelled() and (crash := task.exception()) is not None:
             self._crash = crash
             self._changed.set()

@@ -47,7 +47,7 @@ class Metric:
             allowed=rollout.reward_env)
 
     async def check(self) -> None:
-        """Load the function, so that a mistake in its name or module, a CodeError, is found before anything is evaluated."""
+        """Load the function in its process, to find a mistake in its name or module, a CodeError, before anything is evaluated."""
         async with self._opened():
             pass
 

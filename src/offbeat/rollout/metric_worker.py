@@ -64,7 +64,7 @@ class MetricWorker:
 
 
 def metric_values(found: Any, dotted: str) -> dict[str, float]:
-    """Return a metric's values by name; raises CodeError if it is no finite number or mapping of such, or a name cannot be one."""
+    """Return a metric's values by name; raises CodeError unless it is a finite number, or a mapping of valid names to such."""
     value = check_reward(found)
     if isinstance(value, FailedReward):
         raise CodeError(

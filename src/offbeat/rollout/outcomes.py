@@ -85,7 +85,7 @@ class GroupListener(Protocol):
 
 @dataclass(frozen=True)
 class GroupFailure:
-    """Why a group failed; another try, `again`, may succeed with other engines or samples, unless the prompt cannot be asked."""
+    """Why a group failed. Trying `again` may help where engines, deadlines, rewards or samples failed, not if the prompt is unfit."""
 
     error: Exception
     kind: Kind

@@ -223,7 +223,10 @@ async def open_rollouts(
 
 
 async def _load_adapter(stack: AsyncExitStack, fleet: Fleet, canary: tuple[int, ...], folder: str) -> Generate:
-    """Return a `Generate` that samples an adapter, loaded on one engine; others must agree. Raises RefusedError for another model's."""
+    """Load an adapter on an engine, and return a `Generate` that samples it; other engines load it at a request, and must agree with it.
+
+    Raises RefusedError if it is no adapter of this model.
+    """
     client, timeout_s = fleet.pool.client(next(iter(fleet.pool.states))), fleet.config.weights.stage_timeout_s
     adapter = f"evaluated.{draw_incarnation()}"
     name = adapter_name(adapter, 0)

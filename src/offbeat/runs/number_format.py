@@ -42,7 +42,7 @@ def choose_number_format(config: PlanConfig) -> PlanConfig:
 
 
 def format_choice(config: PlanConfig, *, device: Device | None, cpu: Cpu) -> Choice:
-    """Return the engines' number format, such as "bfloat16", and the reason; `device` is that of one, if a driver described it."""
+    """Return the engines' number format, such as "bfloat16", and the reason; `device` is an engine's, if its driver describes one."""
     model, inference = config.model, config.inference
     value, why = "float32", ""
     if model.dtype != "auto":

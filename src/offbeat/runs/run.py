@@ -249,7 +249,7 @@ def execute(
 ) -> T | None:
     """Open the run's folder and its processes, and run `body(parts, state)`, which does this kind of training.
 
-    Ctrl-C once asks the body to end after its step and save; twice, or before it has begun, ends at once. None unless this rank leads.
+    Ctrl-C once asks the body to end after its step and save; twice, or before it begins, ends at once. None if this rank does not lead.
     """
     config, rank_info = anchored(config), read_rank_info(config.run, config.train)
     given = config.model_copy(update={"train": resolve_ranks(config.run, config.train, rank_info)})

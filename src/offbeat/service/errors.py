@@ -15,7 +15,7 @@ class RequestError(UserError):
     """A request that cannot be carried out without a change.
 
     Attributes:
-        model_id, seq_id: model and number of a training request that could be read, so that later ones need not wait for it; else "" and 0.
+        model_id, seq_id: a training request's, if they could be read, so that later ones need not wait for it; else "" and 0.
     """
 
     status = 400

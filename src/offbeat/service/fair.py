@@ -19,7 +19,10 @@ Which = Callable[[T], bool]
 
 
 class FairQueue(Generic[T]):
-    """Items of owners, first in, first out within each. Of waiting costs 6 and 6 of a, 2, 2 and 2 of b, the order is a, b, b, b, a."""
+    """Items of owners; first in, first out within each owner.
+
+    For example, with a's items of cost 6 and 6 and b's of 2, 2 and 2, all waiting, the order is a, b, b, b, a.
+    """
 
     def __init__(self) -> None:
         self._queues: dict[str, deque[tuple[int, T]]] = {}

@@ -1,7 +1,7 @@
 """Makes, parses and checks IDs and `tinker://` paths.
 
 An ID is made from the parent's ID and a number, so that a repeated request has the same ID: for example, a model of a session is
-"SESSION:train:0", and a training request to it "SESSION:train:0:5". Session IDs are random. Users' input is checked before use.
+"SESSION:train:0", and a training request to it "SESSION:train:0:5". Nobody can guess a session ID. Input is checked here before use.
 """
 
 import re

@@ -238,7 +238,7 @@ class Core:
 async def open_core(
     config: Config, adapters: Adapters, store: Store, keys: Keys, *, others: Mapping[str, SamplingModel] = MappingProxyType({}),
 ) -> AsyncIterator[Core]:
-    """Run the service on running ranks and engines; at the end every model is saved. `others`, by name, are only sampled."""
+    """Run the service; when the body ends, no new work begins, and every model is saved. `others`, by name, are only sampled."""
     folder, settings, limits = Path(config.serve.data_dir), config.serve, adapters.limits
     base_models = BaseModels.of(base_model_name(config), settings)
     trained = SamplingModel(base_models.name, adapters.fleet.dispatcher, limits.context, limits.end_token_ids, max_failures=_MAX_FAILURES)

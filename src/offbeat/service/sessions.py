@@ -35,7 +35,7 @@ class Sessions:
 
         Args:
             timeout_s: a session is silent after this long; stored sessions get this long from now.
-            retention_s: a session to which nothing belongs is forgotten so long after its last heartbeat, in time in which a server ran.
+            retention_s: a session to which nothing belongs is forgotten so long after its last heartbeat; no time without a server counts.
         """
         self.users: list[Callable[[], Iterable[str]]] = []
         self._rows = {row.id: row for row in rows}

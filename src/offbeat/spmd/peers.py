@@ -127,7 +127,8 @@ class Published:
 class FollowingPublisher:
     """Publishing on a rank that does not lead: it contributes its weights, and continues when rank 0 releases it.
 
-    Rank 0 does so when it has written the weights, or, where every rank rolls out, when engines serve them; it has as long as it lives.
+    Rank 0 does so when it has written the weights, or, where every rank rolls out, when engines serve them. This rank waits for as long as
+    rank 0 shows life.
 
     Attributes:
         timeout_s: time for rank 0 to write the weights, during which it may show no life.
@@ -225,7 +226,7 @@ class EngineNews:
         return wire.decode_json(dict[str, Standing], text.encode()).get(name) if text else None
 
     async def find_url(self, engine: EngineClient) -> str:
-        """On another rank: return the engine's URL; raises EngineError if it has not moved, DeadlineError if the store is silent."""
+        """On another rank: return the engine's URL; EngineError if rank 0 has told no other, DeadlineError if the store is silent."""
         standing = await self.standing(engine.name)
         if standing is None or standing.url == engine.url:
             raise EngineError(f"rank 0 has not started {engine.name} anew since its last publish; it has to heal it first")

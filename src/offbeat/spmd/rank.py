@@ -232,7 +232,7 @@ def _join(config: Config, rank_info: RankInfo) -> ProcessGroups:
 
 
 async def _listen() -> None:
-    """Watch for failed peers while this rank waits for none of them, or is late itself; until cancelled, or a PeerError."""
+    """Watch for failed peers while this rank waits for none, or is late itself, until cancelled; raises PeerError if one failed."""
     while True:
         try:
             check_peers()

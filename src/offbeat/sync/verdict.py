@@ -111,7 +111,8 @@ def judge_broken(evidence: Evidence, *, reason: str) -> SyncVerdict | None:
     The verdict is final: the group of a broken collective cannot be used again.
 
     Silent ranks are blamed first. If there are none, the blame falls on ranks that are still inside while the collective of others has
-    ended, unless they wait there: a waiting rank is a victim whose own collective has not broken yet. Ranks that are stuck come first.
+    ended, unless they wait there: a waiting rank is a victim whose own collective has not broken yet. Ranks without progress come
+    before those that compute.
     """
     if dead := [f"rank {rank} {state.text}" for rank, state in sorted(evidence.states.items()) if state.kind == "dead"]:
         return SyncVerdict("failed", ", ".join(dead))

@@ -176,7 +176,7 @@ class WeightBroadcast:
         return True
 
     def _meeting_device(self, names: Sequence[str]) -> torch.device:
-        """Return the sender's accelerator if all have one, else the CPU; `names` are the receivers' `device_name`s, or "" without one."""
+        """Return the sender's accelerator if each has one of its own, else the CPU; `names` are receivers' `device_name`s, "" for none."""
         everyones = [device_name(self._device), *names]
         return self._device if all(everyones) and len(set(everyones)) == len(everyones) else torch.device("cpu")
 

@@ -248,7 +248,7 @@ class Console:
             self._live.refresh()
 
     def _view(self) -> RenderableType:
-        """Return the live display, also for its own thread: title, progress, two columns of explained figures, and the current phase."""
+        """Return the live display: title, progress, two columns of explained figures, and the phase. The display's thread calls it, too."""
         title = Rule(Text(self._title, style="bold"), align="left", style="cyan")
         now = [Text(f"now  {doing()}", style="dim", no_wrap=True, overflow="ellipsis")] if self._live is not None else []
         if not self._progress.task_ids:

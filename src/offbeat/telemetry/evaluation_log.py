@@ -24,7 +24,8 @@ def stored_evaluations(run_dir: Path) -> dict[Path, tuple[int, str]]:
 def write_evaluation(run_dir: Path, *, step: int, name: str, lines: Iterable[bytes]) -> Path:
     """Write the answers to one set after a step, replacing an existing file; a crash leaves the old file intact.
 
-    `name` is the set's, "" for held-out prompts; `lines` are one JSON object each, on one line. Raises StorageError if they cannot be kept.
+    `name` is the set's, "" for held-out prompts; `lines` are one JSON object each, without a line break. Raises StorageError if the
+    folder cannot be written.
     """
     path = run_dir / "evaluations" / f"step-{step:06d}{f'-{name}' if name else ''}.jsonl.zst"
     try:

@@ -21,7 +21,7 @@ Chooses = Callable[[Row], bool]
 
 
 class JsonLinesFile:
-    """One file, created with its folder if necessary, and appended to; `mended` is a sentence on damage repaired at first, or ""."""
+    """One file, created with its folder if necessary, and appended to; `mended` tells the damage found and repaired at opening, or ""."""
 
     def __init__(self, path: Path, *, is_row: Chooses = lambda _row: True) -> None:
         """Open for appending; raises StorageError if the folder or the file cannot be written.

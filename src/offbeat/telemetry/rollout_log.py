@@ -25,7 +25,7 @@ class RolloutLog:
     """The folder of a run's rollouts. `write` is called on one thread, `reject` on another."""
 
     def __init__(self, folder: Path, *, most_bytes: int | None = None) -> None:
-        """Say where rollouts go, with the first write; older steps are thinned out above `most_bytes` in total. None keeps all."""
+        """The first write creates `folder`. Older steps are thinned out above `most_bytes` in total; None keeps all."""
         self._folder = folder
         self._most_bytes = most_bytes
         self._rejected: deque[tuple[int, RejectedLine]] = deque()

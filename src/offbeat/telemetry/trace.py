@@ -49,7 +49,7 @@ class Tracer:
     def __init__(self, path: Path | None, *, tell: Tell = lambda _text: None) -> None:
         """Append to the trace at `path`, or start it; tracks of an earlier run keep their places.
 
-        `tell` is called with a sentence when spans begin to be lost, as on a full disk. Raises StorageError if it cannot be opened.
+        `tell` gets a sentence when spans are lost, as on a full disk, which ends no run. Raises StorageError if the file cannot be opened.
         """
         self._tids: dict[str, int] = {}
         self._file = None

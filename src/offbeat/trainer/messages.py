@@ -123,7 +123,7 @@ class OptimStep:
 
 @dataclass(frozen=True)
 class Stepped:
-    """Result of an optimizer step, by name: norms before clipping, not finite where an update was skipped, and numbers of `steps`."""
+    """Result of a step, by name: `grad_norms` before clipping, not finite where an update was skipped; `steps`, the updates so far."""
 
     grad_norms: dict[str, float]
     steps: dict[str, int]

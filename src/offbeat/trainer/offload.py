@@ -33,7 +33,7 @@ class _Piece:
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """A fused AdamW for parameters on a device, perhaps in shards, whose state has torch's names, shapes and shards: either loads it."""
+    """A fused AdamW for parameters on a device, perhaps in shards. It and torch's load each other's state: same names, shapes, shards."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], *, part_size: int = PART_SIZE) -> None:
         """`groups` are torch's, of parameters."""

@@ -89,7 +89,7 @@ def load_policy(
 
 
 def let_replay(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
-    """Return the model, which replays its rows' experts if so configured; raises ModelError as `replay_routes`, or unpacked."""
+    """Return the model, which replays its rows' experts if configured; raises ModelError as `replay_routes`, or if rows are not packed."""
     if config.route_replay == "off":
         return model
     if not packs_rows(model):

@@ -50,7 +50,7 @@ def save_state(folder: Path, state: dict[str, Any], *, groups: ProcessGroups, ke
 
 
 def load(folder: Path, state: dict[str, Any], *, groups: ProcessGroups) -> dict[str, Any]:
-    """Overwrite and return `state` from the files of `save`; collective, and so is a StorageError when some rank could not read."""
+    """Overwrite `state` from the files of `save`, and return it; collective. If any rank cannot read, all raise StorageError."""
     missing = not (folder / ".metadata").is_file()
     if num_missing := int(groups.sync.sum_scalars("load_recover", {"missing": missing})["missing"]):
         raise StorageError(

@@ -43,7 +43,7 @@ class Snapshot(Protocol):
         ...
 
     def write_changes(self, folder: Path, *, since: "Snapshot", base: Path) -> int:
-        """Write the changes since another snapshot, in `base`, instead; returns their bytes, or 0 if they would not be smaller."""
+        """Write instead the changes since one in `base`; returns their size in bytes. If not smaller, writes nothing and returns 0."""
         ...
 
     def offer(
@@ -54,7 +54,7 @@ class Snapshot(Protocol):
         Args:
             folder: written for engines that cannot be reached otherwise; None if engines see no folder of this machine.
             host, num_receivers, timeout_s: see `WeightBroadcast`, which may also raise.
-            since: an earlier snapshot, which engines know by the folder `base`: those that have it are offered the changes, if smaller.
+            since: an earlier snapshot, which engines know by the folder `base`. Those that have it are offered the changes, where smaller.
         """
         ...
 

@@ -273,7 +273,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def save(self, request: Folder) -> None:
-        """Write all that `load` needs to go on from here, but accumulated gradients; collective. StorageError leaves old files intact."""
+        """Write all that `load` needs to go on exactly, but accumulated gradients; collective. StorageError leaves old contents intact."""
 
     @abstractmethod
     def load(self, request: Folder) -> LoadedStep:

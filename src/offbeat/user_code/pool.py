@@ -43,7 +43,7 @@ class CodeRole:
         hides_secrets: whether other such variables are withheld.
         host: name or address that processes reach without a proxy, besides this machine's own.
         start_timeout_s: seconds to start a process, and to load.
-        blocked_timeout_s: seconds for which user code may block the event loop of a process, which is then replaced; 0 where there is none.
+        blocked_timeout_s: seconds that user code may block a process's event loop before it is replaced; 0 for processes without a loop.
     """
 
     title: str

@@ -71,7 +71,7 @@ class Channel:
             canary: [n] token IDs that prove each version.
             incarnation: last part of the folders' names; see `draw_incarnation`.
             notes: takes a note when a version is written again, or a folder that nobody needs cannot be removed.
-            initial: folder of the model where engines have loaded it, too, which makes it a version before the first step; or empty.
+            initial: folder of the model if engines have loaded it, too, so that it is a version before the first step; "" if not.
         """
         self._directory = directory
         self._incarnation = incarnation

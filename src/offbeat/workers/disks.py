@@ -236,7 +236,7 @@ class FarDisk:
 
 
 def open_scratch(parent: Path, name: str) -> Path:
-    """Make a folder for files that travel, shared by name, and remove those of dead processes; raises StorageError if it cannot."""
+    """Make a folder for files that travel, shared under its name, and remove those of dead processes; raises StorageError if it cannot."""
     folder = parent / f"{_SCRATCH}{name}"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

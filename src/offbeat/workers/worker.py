@@ -2,7 +2,7 @@
 
 `ask_all` calls several at once that depend on each other, and finds the root cause when they fail.
 
-Requests and answers are frozen dataclasses, encoded by `data.wire`. A `WorkerService` is the other end: its public methods take one each.
+Requests and answers are frozen dataclasses, encoded by `data.wire`. A `WorkerService` is the other end: its methods take one request each.
 """
 
 import asyncio
@@ -259,7 +259,7 @@ class WorkerService:
 
 
 def answer(service: object, method: str, payload: bytes) -> bytes:
-    """Call a public method of `service` with an encoded request; returns its encoded answer. Raises LookupError if there is none."""
+    """Call a public method of `service` with an encoded request; returns its encoded answer. LookupError if there is no such method."""
     function = getattr(service, method, None)
     if method.startswith("_") or method == "handle" or not inspect.ismethod(function):
         raise LookupError(f"{type(service).__name__} has no method {method!r}")

@@ -12,7 +12,7 @@ from offbeat.data.row import Row
 class TextArena:
     """One game, such as TicTacToe-v0.
 
-    Roles are "player 0" and so on. The outcome of each player is textarena's reward, mostly 1 for winning, -1 for losing, 0 for a draw.
+    Roles are "player 0" and so on. A player's outcome is textarena's reward: in most games 1 for winning, -1 for losing, 0 for a draw.
     """
 
     def __init__(self, name: str, *, num_players: int = 0) -> None:

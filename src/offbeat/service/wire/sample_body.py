@@ -106,7 +106,10 @@ class SampleBody(Body):
         return pieces
 
     def request(self, limits: WireLimits, pieces: Sequence[Piece], images: ReadImages = NO_IMAGES) -> SampleRequest:
-        """Convert the body with `images` of all its pieces; raises BadRequestError for a prompt or field that does not fit."""
+        """Convert the body; `images` are all among the pieces of its prompt.
+
+        Raises BadRequestError if the prompt is empty or too long, or a field does not fit it.
+        """
         joined = join("prompt", pieces, images, limits=limits)
         prompt = tuple(joined.tokens.tolist())
         last_n, params = self.prompt_logprobs_last_n, self.sampling_params

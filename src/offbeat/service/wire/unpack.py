@@ -17,7 +17,10 @@ def unpacked_size(data: bytes, *, max_bytes: int) -> int:
 
 
 def unpack(data: bytes, *, max_bytes: int) -> bytes:
-    """Decompress a zstd frame of `max_bytes` at most; raises TooLargeError if it says more, BadRequestError for damage or a wrong size."""
+    """Decompress one zstd frame; never more than `max_bytes` are held.
+
+    Raises TooLargeError if the frame says that it is larger, BadRequestError if it is damaged, or turns out larger.
+    """
     unpacked_size(data, max_bytes=max_bytes)
     try:
         return zstandard.ZstdDecompressor().decompress(data, max_output_size=max_bytes, allow_extra_data=False)
