@@ -165,7 +165,7 @@ class Int8Matrices:
     """Makes a model's matrices; the factors of their inputs are the same for all versions."""
 
     def __init__(self, ranges: Mapping[str, Tensor]) -> None:
-        """`ranges` has the largest size seen of each of a matrix's inputs, [I], as of "0.qkv" or "head". ModelError as of `find_kernel`."""
+        """`ranges` has the largest size seen of each of a matrix's inputs, [I], as of "0.qkv" or "head"; errors as of `find_kernel`."""
         self._ranges = ranges
         self._kernel = find_kernel()
         self._factors: dict[str, Tensor] = {}

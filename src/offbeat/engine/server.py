@@ -70,7 +70,10 @@ class EngineServer:
         self._thread: threading.Thread | None = None
 
     def start(self, *, host: str = "127.0.0.1", port: int = 0, timeout_s: float = 30.0) -> str:
-        """Serve from threads of this process; returns the URL. Port 0 is a free one. PortBusyError, or DeadlineError if uvicorn is late."""
+        """Serve from threads of this process; returns the URL. Port 0 takes a free one.
+
+        Raises PortBusyError if the port is taken, DeadlineError if uvicorn did not start in time.
+        """
         listener = bind(host, port, who="the engine")
         app = Starlette(routes=self._routes(), exception_handlers={HTTPException: no_such_endpoint})
         self._http = HttpServer(server_config(app, keep_alive_s=_KEEP_ALIVE_S, shutdown_s=2))

@@ -170,7 +170,7 @@ class AdapterCache:
 
     @contextmanager
     def wanted(self, adapter: str) -> Iterator[Manifest]:
-        """Yield an adapter's current version, or the one of "coder@7"; its folder stays meanwhile. RefusedError if there is none."""
+        """Yield an adapter's current version, or the one of "coder@7"; its folder stays meanwhile. Raises RefusedError if there is none."""
         manifest = self.catalog.find(adapter)
         with counted(self._requests, manifest.name):
             yield manifest

@@ -85,7 +85,10 @@ class JournalHistory:
 
 
 def read_history(folder: Path) -> JournalHistory:
-    """Read a journal such as `runs/NAME/journal`, empty if missing; ConfigError for one of a newer Offbeat, StorageError if unreadable."""
+    """Read a journal such as `runs/NAME/journal`; empty if missing.
+
+    Raises ConfigError if a newer Offbeat has written it, StorageError if it cannot be read.
+    """
     history = JournalHistory()
     for segments in _lives(find(folder)):
         reader = Reader(segments)

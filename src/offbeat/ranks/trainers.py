@@ -112,7 +112,7 @@ class Trainers:
         self._ranks.sharder.balance_by(cost)
 
     async def spread_ahead(self, batch: Batch, *, num_minibatches: int = 1) -> None:
-        """Spread the next step's batch where ranks can, for `train_step` to begin at once; DataError if a sequence is over the budget."""
+        """Spread the next step's batch where ranks can, for `train_step` to begin at once; raises DataError if a sequence is too long."""
         if self._ranks.spreads_ahead:
             self._prepared = batch, await self._spread(batch, self._step, num_minibatches=num_minibatches, ahead=True)
 

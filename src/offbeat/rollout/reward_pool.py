@@ -35,7 +35,7 @@ class Rewards(ABC):
         """
 
     async def check(self, row: Row) -> float:
-        """Score the row's own answer, to find a broken reward before training. CodeError if it cannot be scored; others as in `score`."""
+        """Score the row's own answer, to find a broken reward before training; raises CodeError if that fails, others as in `score`."""
         [reward] = await self.score([row.answer], row)
         if isinstance(reward, FailedReward):
             missed = next((f"; rollout.reward_env = ['{name}'] would show it that variable" for name in self._hidden

@@ -64,7 +64,7 @@ def read_rank_info(run: RunConfig, train: TrainConfig, environ: Mapping[str, str
 
 
 def resolve_ranks(run: RunConfig, train: TrainConfig, rank_info: RankInfo) -> TrainConfig:
-    """Return [train] with torchrun's number of ranks; a controller's is as it was. ConfigError if [train.parallel] does not divide it."""
+    """Return [train] with torchrun's number of ranks; a controller's stays. Raises ConfigError if [train.parallel] does not divide it."""
     if run.mode == "controller":
         return train
     try:

@@ -78,7 +78,7 @@ class _Recorded:
 
 
 def compare_runs(first: Path, second: Path) -> RunDifference:
-    """Compare the runs of two folders; ConfigError if a folder is not a run's, DataError or StorageError if its files cannot be read."""
+    """Compare the runs of two folders; raises ConfigError if one is not a run's, DataError or StorageError if files cannot be read."""
     a, b = _recorded(first), _recorded(second)
     both = sorted((a.rows.keys() | a.steps.keys()) & (b.rows.keys() | b.steps.keys()))
     partings = (each for number in both for each in _partings(number, a, b))

@@ -17,7 +17,7 @@ MAX_RECIPIENTS = 10
 
 
 def read_recipient(text: str) -> Any:
-    """Read a public key of age (`age1...`) or SSH (`ssh-ed25519 ...`, `ssh-rsa ...`); ValueError for others, or MissingExtraError."""
+    """Read a public key of age (`age1...`) or SSH (`ssh-ed25519 ...`, `ssh-rsa ...`); raises ValueError for others, MissingExtraError."""
     pyrage = _pyrage()
     kind = pyrage.ssh if text.startswith("ssh-") else pyrage.x25519
     try:

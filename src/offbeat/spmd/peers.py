@@ -226,7 +226,7 @@ class EngineNews:
         return wire.decode_json(dict[str, Standing], text.encode()).get(name) if text else None
 
     async def find_url(self, engine: EngineClient) -> str:
-        """On another rank: return the engine's URL; EngineError if rank 0 has told no other, DeadlineError if the store is silent."""
+        """On another rank: return the engine's URL; raises EngineError if rank 0 told no other, DeadlineError if the store is silent."""
         standing = await self.standing(engine.name)
         if standing is None or standing.url == engine.url:
             raise EngineError(f"rank 0 has not started {engine.name} anew since its last publish; it has to heal it first")

@@ -88,7 +88,7 @@ class BroadcastGroup:
     """
 
     def __init__(self, backend: str, store: dist.Store, *, rank: int, world: int, timeout_s: float) -> None:
-        """Join the group; `timeout_s` bounds each bucket, and the arrival of all members; RuntimeError if one is missing."""
+        """Join the group; `timeout_s` bounds each bucket, and the arrival of all members; raises RuntimeError if one is missing."""
         self._rank = rank
         self._timeout_s = timeout_s
         self._is_connected = False

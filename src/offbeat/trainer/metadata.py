@@ -44,7 +44,7 @@ class SafeReader(FileSystemReader):
     """Reads a folder written by torch."""
 
     def read_metadata(self, *_: Any, **kwargs: Any) -> Metadata:
-        """Read the description of the checkpoint's contents; StorageError if it cannot be read, or has more than torch writes there."""
+        """Read the checkpoint's description of its contents; raises StorageError if it is unreadable, or has more than torch writes."""
         path = pathlib.Path(str(self._get_metadata_path(kwargs.get("rank"))))
         metadata: Any = None
         with Caught(passes=(OSError,)) as caught:  # a damaged pickle can raise anything

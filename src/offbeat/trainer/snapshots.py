@@ -43,7 +43,7 @@ class Snapshot(Protocol):
         ...
 
     def write_changes(self, folder: Path, *, since: "Snapshot", base: Path) -> int:
-        """Write instead the changes since one in `base`; returns their size in bytes. If not smaller, writes nothing and returns 0."""
+        """Write the changes since `since`, written in `base`, and return their size in bytes; if not smaller, write none and return 0."""
         ...
 
     def offer(

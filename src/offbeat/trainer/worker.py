@@ -68,7 +68,7 @@ def build_trainers(model: str, config: RankConfig, groups: ProcessGroups, *, tra
 
 
 def find_trainer(trainers: Mapping[str, Part], method: str) -> tuple[Part, str]:
-    """Return a call's trainer and method: part "critic" and "train_step" for "critic.train_step"; LookupError if there is no such part."""
+    """Return a call's trainer and method: part "critic" and "train_step" for "critic.train_step"; raises LookupError without it."""
     part, _, verb = method.rpartition(".")
     if part not in trainers:
         raise LookupError(f"there is no trainer {part!r} for {method!r}")

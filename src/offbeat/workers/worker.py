@@ -259,7 +259,7 @@ class WorkerService:
 
 
 def answer(service: object, method: str, payload: bytes) -> bytes:
-    """Call a public method of `service` with an encoded request; returns its encoded answer. LookupError if there is no such method."""
+    """Call a public method of `service` with an encoded request; returns its encoded answer. Raises LookupError without the method."""
     function = getattr(service, method, None)
     if method.startswith("_") or method == "handle" or not inspect.ismethod(function):
         raise LookupError(f"{type(service).__name__} has no method {method!r}")

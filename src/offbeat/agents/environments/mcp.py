@@ -60,7 +60,7 @@ class McpServer:
         self._ended.clear()
 
     async def call(self, name: str, arguments: str) -> str | list[str | ImageSource]:
-        """Call a tool for its text, or texts and images; ValueError if arguments are no JSON object, CodeError if the server is lost."""
+        """Call a tool for its text, or texts and images; raises ValueError if arguments are no object, CodeError if the server is lost."""
         given = json.loads(arguments or "{}")
         if not isinstance(given, dict):
             raise ValueError("the arguments must be a JSON object")
