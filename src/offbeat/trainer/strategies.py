@@ -161,11 +161,10 @@ def _load_parts(
         _check_packs(model, groups)
     strategy = found[0] if found else Alone(model)
     with strategy.scoring():  # at its end, it drops the remains of the forward passes that try the model
-        computes = torch.bfloat16 if found and precision == "bf16_mixed" else None
         if shape.tp > 1:
-            check_slices(model, groups.mesh["tp"], computes=computes)
-        if groups.expert_mesh is not None:
-            check_dealt(model, groups.expert_mesh["ep"], computes=computes)
+            mixed = bool(found) and precision == "bf16_mixed"
+            check_slices(model, groups.mesh["tp"], computes=torch.bfloat16 if mixed else None)
+        _check_experts(model, groups, precision=precision)
         _spread(strategy, groups)
     return model, strategy
 
@@ -175,12 +174,19 @@ def choose(model: PreTrainedModel, *, groups: ProcessGroups, precision: Precisio
 
     Raises:
         ModelError: its sequences run one by one, so ranks need different numbers of forward passes, but with FSDP each is a collective;
-            or it cannot be divided over a tensor group, see `divide`, or its rows over a context group, see `spread_rows`.
+            or it cannot be divided over a tensor group, see `divide`, its experts over ranks, see `deal_experts`, or its rows over a
+            context group, see `spread_rows`.
     """
     strategy = _distribute(model, groups, precision=precision, trained=trained)
     with strategy.scoring():
+        _check_experts(model, groups, precision=precision)
         _spread(strategy, groups)
     return strategy
+
+
+def _check_experts(model: PreTrainedModel, groups: ProcessGroups, *, precision: Precision) -> None:
+    if groups.expert_mesh is not None:
+        check_dealt(model, groups.expert_mesh["ep"], computes=torch.bfloat16 if precision == "bf16_mixed" else None)
 
 
 def _spread(strategy: Strategy, groups: ProcessGroups) -> None:
