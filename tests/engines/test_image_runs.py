@@ -8,7 +8,7 @@ import pytest
 from contract import WITH_VLLM
 from runs.test_image_faults import SUPPORT, play
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.skipif(not WITH_VLLM, reason="make test-vllm runs it")]
+pytestmark = [pytest.mark.whole_run, pytest.mark.timeout(400), pytest.mark.skipif(not WITH_VLLM, reason="make test-vllm runs it")]
 VLLM = (
     "--inference.engine=vllm", "--inference.start_timeout_s=200", "--inference.max_running=16", "--weights.switch_timeout_s=60",
     "--inference.probe_timeout_s=60")

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from contract import WITH_VLLM, Engine, vllm_group
+from contract import WITH_VLLM, Engine, run_in_vllm, vllm_group
 from image_models import file_of, make_folder, picture
 from image_world import World, score
 from offbeat.config.engine_kinds import ENGINE_KINDS
@@ -125,6 +125,23 @@ def test_a_version_with_a_new_tower_is_served_and_proven_and_a_stale_tower_is_no
     load_behind(engine, tmp_path / "stale")
     with pytest.raises(EngineError, match="are not what was read"):
         engine.run(lambda client: client.prove(canary, timeout_s=TIMEOUT_S))
+
+
+def test_a_server_without_a_folder_and_a_model_of_another_type_say_so() -> None:
+    told = run_in_vllm("-c", """
+import torch
+from vllm.exceptions import VLLMValidationError
+from vllm_images import ImagePrompts
+for folder, kind in (("", "qwen3_vl"), ("/tmp", "gemma3")):
+    prompts = ImagePrompts(folder, model_type=kind, token=7, dtype=torch.float32)
+    assert prompts.read({"type": "token", "prompt_token_ids": [5, 7]})["prompt_token_ids"] == [5, 7]
+    try:
+        prompts.read({"type": "token", "prompt_token_ids": [5, 1 << 30]})
+    except VLLMValidationError as exc:
+        print(exc)
+""")
+    assert told[-2].startswith("the server has no images: start it with OFFBEAT_IMAGES")
+    assert told[-1].startswith("images are not read for models of type 'gemma3' on vLLM, but for idefics3, ")
 
 
 async def generate_one(client: EngineClient, prompt: tuple[int, ...]) -> None:
