@@ -47,7 +47,7 @@ def by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
 
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     """Return the norm of all gradients, [] float; collective for DTensors, of which each element counts once."""
-    norms = [get_total_norm(part) for part in by_mesh([p.grad for p in parameters if p.grad is not None])]
+    norms = [get_total_norm(part) for part in by_mesh([p.grad for p in parameters if p.grad is not None]) or [[]]]
     wholes = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     return wholes[0] if len(wholes) == 1 else torch.linalg.vector_norm(torch.stack(wholes))
 
