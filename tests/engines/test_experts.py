@@ -102,6 +102,7 @@ def test_a_spoilt_mixture_is_refused_at_its_first_publish(drills: Callable[[Serv
     refuse_once_and_heal(drills(server), fault)
 
 
+@pytest.mark.whole_run
 @pytest.mark.parametrize("fault", ["one expert old", "two experts swapped", "router old", "half of a fused tensor old"])
 def test_a_mixture_that_is_spoilt_in_one_worker_of_two_is_refused_at_its_first_publish(
     drills: Callable[[Server], Drilled], fault: str,

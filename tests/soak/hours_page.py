@@ -79,7 +79,7 @@ def section(rows: Sequence[Row], sittings: Sequence[Sitting]) -> str:
     complaints = [text for sitting in sittings for text in sitting.complaints]
     even = sorted(row.imbalance for row in rows if row.imbalance)
     return "\n".join([
-        f"{sum(ends):.2f} hours in {len(ends)} sittings ({', '.join(f'{end:.2f}' for end in ends)}): {first.tenants} tenants,"
+        f"{sum(ends):.2f} hours so far, by sittings {' + '.join(f'{end:.2f}' for end in ends)}: {first.tenants} tenants,"
         f" {first.engines} engines of {first.places} places,",
         f"{sum(s.versions for s in sittings):,} versions, {sum(row.samples for row in rows):,} requests,"
         f" {sum(s.tokens for s in sittings):,} tokens compared, {len(faults)} faults.",

@@ -30,7 +30,7 @@ from soak.work import GREEDY, PROMPT, Work
 
 ROOT = Path(__file__).parents[2]
 RUNS, RESULT, DOCUMENT = ROOT / "build" / "soak", ROOT / "build" / "soak.json", ROOT / "docs" / "soak.md"
-HOURS = "\n## Six hours\n"
+HOURS = "\n## Hours beside other work\n"
 """Heading of what `hours.py` writes, which stays."""
 SETTINGS = {
     "model__lora__rank": "4", "train__num_ranks": "2", "inference__probe_interval_s": "0.5", "inference__probe_timeout_s": "3",

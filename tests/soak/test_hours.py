@@ -52,7 +52,7 @@ def test_the_section_names_what_grows_and_keeps_the_rest_of_the_page(tmp_path: P
     write_page(tmp_path, leaking, sittings)
     page = (tmp_path / "soak.md").read_text()
     assert page.startswith("before\n") and page.endswith("after\n") and "old" not in page
-    assert "2.00 hours in 1 sittings (2.00): 16 tenants," in page and "All as promised." in page and "1.10 times the tokens" in page
+    assert "2.00 hours so far, by sittings 2.00: 16 tenants," in page and "All as promised." in page and "1.10 times the tokens" in page
     (told,) = [line for line in page.splitlines() if "memory of the two train ranks" in line]
     assert told.endswith("| grows |") and page.count("| no growth |") == 9
     for name in CHARTS:
