@@ -21,7 +21,7 @@ EVERY_S = 60.0
 
 @dataclass(frozen=True)
 class Row:
-    """One minute of a sitting; memory is resident, in MB.
+    """One minute of a sitting; memory is resident and shared with nothing, in MB (of the first sitting all that is resident).
 
     Attributes:
         sitting: number of the sitting, from 0.
@@ -102,7 +102,8 @@ class Watch:
 
 
 def _megabytes(processes: Sequence[psutil.Process]) -> float:
-    return round(sum(process.memory_info().rss for process in processes) / 1e6, 2)
+    infos = [process.memory_info() for process in processes]
+    return round(sum(info.rss - info.shared for info in infos) / 1e6, 2)
 
 
 def _size_mb(path: Path) -> float:
