@@ -39,7 +39,7 @@ FAMILIES = ENGINE_KINDS["vllm"].image_types
 
 
 @pytest.fixture(scope="module", params=[
-    pytest.param(name, marks=() if name in ("qwen2_5_vl", "smolvlm") else pytest.mark.whole_run) for name in FAMILIES])
+    pytest.param(name, marks=() if name == "qwen2_5_vl" else pytest.mark.whole_run) for name in FAMILIES])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, Engine]]:
     """A model of each family in the trainer, and vLLM with it as a run starts it."""
     root = tmp_path_factory.mktemp(request.param)
