@@ -106,7 +106,9 @@ def picture(rows: Sequence[Row], title: str, unit: str, lines: dict[str, str]) -
             points += [((begun_s + row.at_s) / 3600, getattr(row, name)) for row in own]
             begun_s += own[-1].at_s
         series.append(Series(label, points, f"c{number}"))
-    drawn = draw(Chart(title, unit, series)).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" width="560" height="230" ', 1)
+    top = 1.25 * max(value for line in series for _, value in line.points)  # room for the lines' names
+    chart = Chart(title, unit, series, y_range=(0.0, top))
+    drawn = draw(chart).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" width="560" height="230" ', 1)
     drawn = drawn.partition(' data-chart="')[0] + ">" + drawn.partition(' data-chart="')[2].partition('">')[2]
     labels = [f'<text class="label c{at}" x="{62 + 120 * (at - 1)}" y="20">{line.label}</text>' for at, line in enumerate(series, 1)]
     labels.append(f'<text x="548" y="20" text-anchor="end">{title}{f", {unit}" if unit else ""}, over hours</text>')
