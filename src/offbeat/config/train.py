@@ -1,6 +1,6 @@
 """[train] and [sft]: the optimizer step, and supervised fine-tuning."""
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import field_validator
 
@@ -49,20 +49,14 @@ class OptimizerConfig(Section):
         return self.lr
 
 
-class ParallelConfig(Section):
-    """How the train ranks divide a model among them. The rest, train.num_ranks / (shard * tp * cp), is the number of replicas (dp)."""
+class Division:
+    """What follows from the numbers of ranks that divide a model, of a configuration or of a mesh."""
 
-    on_resume = Change.FREE
-
-    shard: int = field(
-        1, "Number of ranks that shard each parameter and gather layers as they run (FSDP2); 1 replicates the model, which is faster where"
-        " it fits.", ge=1)
-    tp: int = field(
-        1, "Number of ranks for tensor parallelism, which compute each layer together on the same rows; keep them on one machine.", ge=1)
-    ep: int = field(
-        1, "Number of ranks for expert parallelism, among which the experts of a mixture are dealt: the same as tp, or with tp = 1 ranks"
-        " with different rows, which send each other tokens.", ge=1)
-    cp: int = field(1, "Number of ranks for context parallelism, which split each row of tokens, for long sequences.", ge=1)
+    if TYPE_CHECKING:
+        shard: int
+        tp: int
+        ep: int
+        cp: int
 
     @property
     def ranks_per_share(self) -> int:
@@ -78,6 +72,22 @@ class ParallelConfig(Section):
     def spreads_experts(self) -> bool:
         """Whether experts are dealt to ranks with different rows."""
         return self.ep > 1 and self.tp == 1
+
+
+class ParallelConfig(Section, Division):
+    """How the train ranks divide a model among them. The rest, train.num_ranks / (shard * tp * cp), is the number of replicas (dp)."""
+
+    on_resume = Change.FREE
+
+    shard: int = field(
+        1, "Number of ranks that shard each parameter and gather layers as they run (FSDP2); 1 replicates the model, which is faster where"
+        " it fits.", ge=1)
+    tp: int = field(
+        1, "Number of ranks for tensor parallelism, which compute each layer together on the same rows; keep them on one machine.", ge=1)
+    ep: int = field(
+        1, "Number of ranks for expert parallelism, among which the experts of a mixture are dealt: the same as tp, or with tp = 1 ranks"
+        " with different rows, which send each other tokens.", ge=1)
+    cp: int = field(1, "Number of ranks for context parallelism, which split each row of tokens, for long sequences.", ge=1)
 
     def num_replicas(self, num_ranks: int) -> int:
         """Return how many copies of the model, each divided as these settings say, `num_ranks` ranks hold.

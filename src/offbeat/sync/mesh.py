@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from offbeat.config.dist import DistConfig
-from offbeat.config.train import TrainConfig
+from offbeat.config.train import Division, TrainConfig
 from offbeat.errors import ConfigError, PortBusyError, SyncError
 from offbeat.pulse import Hang, Vigil
 from offbeat.sync.board import RankListener
@@ -27,7 +27,7 @@ from offbeat.sync.sync import Sync
 
 
 @dataclass(frozen=True)
-class MeshShape:
+class MeshShape(Division):
     """Layout of the ranks, slowest first: the ranks of a `tp` group are adjacent.
 
     Attributes:
@@ -55,21 +55,6 @@ class MeshShape:
     def sizes(self) -> dict[str, int]:
         """Size by the name of the mesh's dimension."""
         return {"dp": self.dp, "shard": self.shard, "cp": self.cp, "tp": self.tp}
-
-    @property
-    def ranks_per_share(self) -> int:
-        """Number of ranks that are given the same rows of a batch: one context and tensor group."""
-        return self.cp * self.tp
-
-    @property
-    def divides(self) -> bool:
-        """Whether ranks hold parts of a model instead of replicas."""
-        return max(self.shard, self.tp, self.ep) > 1
-
-    @property
-    def spreads_experts(self) -> bool:
-        """Whether experts are dealt to ranks with different rows."""
-        return self.ep > 1 and self.tp == 1
 
     @property
     def expert_sizes(self) -> dict[str, int]:
